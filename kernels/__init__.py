@@ -1,0 +1,1 @@
+"""Triton kernels and their torch references: plain tensors and scalars in, tensors out."""
