@@ -1,0 +1,12 @@
+"""How does a step go?
+
+Exports the :class:`Engine` (the only loop) and the :class:`Executor` protocol. The step's own words,
+:class:`StepPlan` and :class:`StepResult`, live in ``scheduling`` because the scheduler makes and reads them.
+"""
+
+from labkit.scheduling import StepPlan, StepResult
+
+from .engine import Engine
+from .executor import Executor
+
+__all__ = ["Engine", "Executor", "StepPlan", "StepResult"]

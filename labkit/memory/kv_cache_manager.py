@@ -1,0 +1,294 @@
+"""Block tables for sequences: who holds which blocks, with sharing, copy on write and a prefix cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from labkit.observe import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksEvicted,
+    BlocksFreed,
+    BlocksShared,
+    Event,
+)
+
+from .block_pool import BlockPool
+from .prefix_cache import CachedBlock, PrefixCache
+from .usage import KVCacheUsage
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What the manager knows of one sequence. ``cached`` covers its first ``num_cached_blocks`` full blocks."""
+
+    salt: str | None
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_blocks: int = 0
+    cached: CachedBlock | None = None
+
+
+class KVCacheManager:
+    """Gives sequences the blocks they need, and takes them back.
+
+    A sequence's position p lives in block ``block_table[p // block_size]`` at offset ``p % block_size``. A block
+    stands in one table, or in several that begin with the same tokens; ``ref_cnt`` says in how many. The manager
+    takes ids and token ids, never requests, and each call either succeeds whole or changes nothing.
+
+    ``events`` is where it says what it did; set it to a list to record, to None to save the time.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        """Make a manager of ``num_blocks`` blocks of ``block_size`` tokens.
+
+        Raises ValueError unless ``num_blocks`` >= 1 and ``block_size`` is a power of two.
+        """
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ValueError(f"block_size must be a power of two >= 1, got {block_size}")
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.prefix_cache = PrefixCache(block_size) if enable_prefix_caching else None
+        self.events: list[Event] | None = None
+        self._sequences: dict[str, _Sequence] = {}
+        self._num_written = [0] * num_blocks  # computed tokens in each block
+        self._num_live_tokens = 0
+        self._num_cached_free = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated now, those with cached content included."""
+        return self.pool.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def block_table(self, request_id: str) -> list[int]:
+        """The blocks of a sequence, in order. The list is the manager's own: do not change or keep it."""
+        return self._sequences[request_id].block_ids
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._sequences
+
+    # ------------------------------------------------------------------ taking blocks
+
+    def match_prefix(self, token_ids: Sequence[int], salt: str | None = None) -> list[CachedBlock]:
+        """Cached blocks that hold the beginning of ``token_ids``; at least one token is left to compute."""
+        if self.prefix_cache is None:
+            return []
+        longest = (len(token_ids) - 1) // self.block_size * self.block_size
+        return self.prefix_cache.match(token_ids[:longest], salt)
+
+    def admit(
+        self,
+        request_id: str,
+        num_tokens: int,
+        *,
+        prefix: Sequence[CachedBlock] = (),
+        salt: str | None = None,
+        keep_free: int = 0,
+    ) -> bool:
+        """Give a new sequence a table for its first ``num_tokens`` tokens, beginning with the blocks of ``prefix``.
+
+        Returns False, and changes nothing, if fewer than ``keep_free`` blocks would stay free. Raises ValueError if
+        the sequence is here already.
+        """
+        if request_id in self._sequences:
+            raise ValueError(f"request_id {request_id!r} already has a block table")
+        ref_cnt = self.pool.ref_cnt
+        num_revived = sum(1 for entry in prefix if ref_cnt[entry.block_id] == 0)
+        num_new = self.blocks_for(num_tokens) - len(prefix)
+        if num_revived + num_new + keep_free > self.pool.num_free:
+            return False
+        sequence = _Sequence(salt)
+        self._sequences[request_id] = sequence
+        if prefix:
+            self._share(request_id, sequence, prefix)
+        if num_new > 0:
+            self._append(request_id, sequence, num_new)
+        return True
+
+    def extend(self, request_id: str, first_token: int, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Make positions ``[first_token, first_token + num_tokens)`` of a sequence writable.
+
+        Grows the table, and replaces blocks in that range that others hold as well by copies of their own. Returns
+        the copies to make as (src, dst) block ids, or None, with nothing changed, if there are too few blocks.
+        """
+        sequence = self._sequences[request_id]
+        block_ids, ref_cnt, size = sequence.block_ids, self.pool.ref_cnt, self.block_size
+        num_new = -(-(first_token + num_tokens) // size) - len(block_ids)
+        first_index = first_token // size
+        if num_new <= 0 and first_index == len(block_ids) - 1 and ref_cnt[block_ids[first_index]] == 1:
+            return []  # a decoding sequence, fifteen times of sixteen
+        shared = [i for i in range(first_index, len(block_ids)) if ref_cnt[block_ids[i]] > 1]
+        if max(num_new, 0) + len(shared) > self.pool.num_free:
+            return None
+        copies = []
+        for index in shared:
+            src, dst = block_ids[index], self._take(1)[0]
+            block_ids[index] = dst
+            self._num_written[dst] = self._num_written[src]
+            self._num_live_tokens += self._num_written[dst]
+            self._release([src])
+            copies.append((src, dst))
+            if self.events is not None:
+                self.events.append(BlockCopied(request_id, index, src, dst))
+        if num_new > 0:
+            self._append(request_id, sequence, num_new)
+        return copies
+
+    def fork(self, parent_id: str, child_id: str) -> None:
+        """Give ``child_id`` the same blocks as ``parent_id``; whoever writes first gets a copy. Takes no block."""
+        if child_id in self._sequences:
+            raise ValueError(f"request_id {child_id!r} already has a block table")
+        parent = self._sequences[parent_id]
+        child = _Sequence(
+            parent.salt,
+            list(parent.block_ids),
+            parent.num_computed_tokens,
+            parent.num_cached_blocks,
+            parent.cached,
+        )
+        self._sequences[child_id] = child
+        self.pool.share(child.block_ids)
+        if self.events is not None:
+            shared = BlocksShared(child_id, 0, tuple(child.block_ids), child.num_computed_tokens)
+            self.events.append(shared)
+
+    # ------------------------------------------------------------------ after a step
+
+    def commit(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Say that the first ``num_computed_tokens`` of ``token_ids`` have K and V in the sequence's blocks.
+
+        Full blocks among them become findable in the prefix cache.
+        """
+        sequence = self._sequences[request_id]
+        size, written = self.block_size, self._num_written
+        position = sequence.num_computed_tokens
+        while position < num_computed_tokens:
+            block_id = sequence.block_ids[position // size]
+            end = min(num_computed_tokens, (position // size + 1) * size)
+            self._num_live_tokens += (end - 1) % size + 1 - written[block_id]
+            written[block_id] = (end - 1) % size + 1
+            position = end
+        sequence.num_computed_tokens = num_computed_tokens
+        if self.prefix_cache is not None and num_computed_tokens >= (sequence.num_cached_blocks + 1) * size:
+            self._cache_full_blocks(sequence, token_ids, self.prefix_cache)
+
+    def free(self, request_id: str) -> None:
+        """Take all blocks of a sequence back. Cached content stays findable until the block is needed."""
+        sequence = self._sequences.pop(request_id)
+        self._release(sequence.block_ids)
+        if self.events is not None and sequence.block_ids:
+            self.events.append(BlocksFreed(request_id, tuple(sequence.block_ids)))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content; running sequences are not affected.
+
+        What they go on to cache hangs on entries that are no longer findable, so nobody finds it either.
+        """
+        if self.prefix_cache is None:
+            return
+        forgotten = self.prefix_cache.clear()
+        self._num_cached_free = 0
+        if self.events is not None and forgotten:
+            self.events.append(BlocksEvicted(tuple(forgotten)))
+
+    # ------------------------------------------------------------------ looking
+
+    def usage(self) -> KVCacheUsage:
+        """Where the slots are now. O(1)."""
+        return KVCacheUsage(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_referenced_blocks=self.num_blocks - self.pool.num_free,
+            num_cached_free_blocks=self._num_cached_free,
+            num_free_blocks=self.pool.num_free - self._num_cached_free,
+            num_live_tokens=self._num_live_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless the accounting equation holds: every block is counted once, and rightly."""
+        self.pool.check()
+        references = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
+        for block_id, count in enumerate(self.pool.ref_cnt):
+            assert count == references[block_id], (
+                f"block {block_id}: ref_cnt {count}, in {references[block_id]} tables"
+            )
+        cached_free = [
+            b for b in self.pool.free_list() if self.prefix_cache is not None and b in self.prefix_cache
+        ]
+        usage = self.usage()
+        assert usage.num_cached_free_blocks == len(cached_free)
+        live = sum(self._num_written[b] for b, count in enumerate(self.pool.ref_cnt) if count > 0)
+        assert usage.num_live_tokens == live, f"{usage.num_live_tokens} live tokens counted, {live} found"
+        split = usage.num_free_blocks + usage.num_cached_free_blocks + usage.num_referenced_blocks
+        assert split == self.num_blocks
+        for request_id, sequence in self._sequences.items():
+            assert len(set(sequence.block_ids)) == len(sequence.block_ids), (
+                f"{request_id}: a block stands twice"
+            )
+            assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
+
+    # ------------------------------------------------------------------ inside
+
+    def _take(self, count: int) -> list[int]:
+        block_ids = self.pool.allocate(count)
+        for block_id in block_ids:
+            self._num_written[block_id] = 0
+        if self._num_cached_free and self.prefix_cache is not None:
+            evicted = tuple(b for b in block_ids if self.prefix_cache.evict(b))
+            self._num_cached_free -= len(evicted)
+            if evicted and self.events is not None:
+                self.events.append(BlocksEvicted(evicted))
+        return block_ids
+
+    def _append(self, request_id: str, sequence: _Sequence, count: int) -> None:
+        block_ids = self._take(count)
+        if self.events is not None:
+            self.events.append(BlocksAllocated(request_id, len(sequence.block_ids), tuple(block_ids)))
+        sequence.block_ids.extend(block_ids)
+
+    def _share(self, request_id: str, sequence: _Sequence, prefix: Sequence[CachedBlock]) -> None:
+        block_ids = [entry.block_id for entry in prefix]
+        revived = self.pool.share(block_ids)
+        self._num_cached_free -= len(revived)
+        self._num_live_tokens += len(revived) * self.block_size
+        sequence.block_ids.extend(block_ids)
+        sequence.num_computed_tokens = len(block_ids) * self.block_size
+        sequence.num_cached_blocks = len(block_ids)
+        sequence.cached = prefix[-1]
+        if self.events is not None:
+            shared = BlocksShared(request_id, 0, tuple(block_ids), sequence.num_computed_tokens)
+            self.events.append(shared)
+
+    def _release(self, block_ids: Sequence[int]) -> None:
+        cache = self.prefix_cache if self.prefix_cache is not None else ()
+        for block_id in self.pool.free(block_ids, worth_keeping=cache):
+            self._num_live_tokens -= self._num_written[block_id]
+            if block_id in cache:
+                self._num_cached_free += 1
+
+    def _cache_full_blocks(self, sequence: _Sequence, token_ids: Sequence[int], cache: PrefixCache) -> None:
+        entered = []
+        while (end := (sequence.num_cached_blocks + 1) * self.block_size) <= sequence.num_computed_tokens:
+            block_id = sequence.block_ids[sequence.num_cached_blocks]
+            tokens = token_ids[end - self.block_size : end]
+            sequence.cached, displaced = cache.insert(block_id, sequence.cached, tokens, sequence.salt)
+            sequence.num_cached_blocks += 1
+            if sequence.cached.block_id == block_id:
+                entered.append(block_id)
+            if displaced is not None and self.pool.ref_cnt[displaced] == 0:
+                self._num_cached_free -= 1
+            if displaced is not None and self.events is not None:
+                self.events.append(BlocksEvicted((displaced,)))
+        if entered and self.events is not None:
+            self.events.append(BlocksCached(tuple(entered)))

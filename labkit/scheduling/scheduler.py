@@ -1,0 +1,286 @@
+"""Continuous batching: each step, a token budget is shared among those who run and those who wait."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from labkit.memory import KVCacheManager
+from labkit.observe import RequestFinished, RequestPreempted
+
+from .request import Request, RequestStatus, forked_id
+from .step import ScheduledRequest, StepPlan, StepResult
+
+MAX_PREEMPTIONS = 3
+"""After this many, a request waits until all that run, and it, can reach their full length."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step.
+
+    Attributes:
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: token budget of a step; at least ``max_num_seqs``, so that all can decode.
+        max_model_len: longest sequence, prompt and output.
+        watermark: share of the pool that an admission leaves free, so that those who run can grow.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 4096
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be >= max_num_seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+
+
+class Scheduler:
+    """Decides who runs next, and has the blocks ready for them.
+
+    A step serves running requests first, in order of priority and arrival, then admits waiting ones while the
+    budget lasts. A request that cannot grow takes the blocks of the last one in that order, which starts again
+    later. Progress holds by construction:
+
+    - the first in order is never preempted, and alone always fits (checked when it is added), so it ends;
+    - a request is admitted only when blocks for all its present tokens are free, so no two half-computed prompts
+      wait for each other;
+    - nobody overtakes in the queue, and after ``MAX_PREEMPTIONS`` a request comes back only when it and all that
+      run can reach their full length, so preemptions per request are bounded.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        """Raises ValueError if the pool cannot hold one sequence of ``max_model_len`` tokens."""
+        if kv.blocks_for(config.max_model_len) > kv.num_blocks:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} needs {kv.blocks_for(config.max_model_len)} blocks of "
+                f"{kv.block_size} tokens, the pool has {kv.num_blocks}: lower max_model_len to "
+                f"{kv.num_blocks * kv.block_size} or less, or make the pool larger (num_gpu_blocks_override, "
+                f"gpu_memory_utilization)"
+            )
+        self.config = config
+        self.kv = kv
+        self.running: list[Request] = []  # both lists in order of (priority, arrival)
+        self.waiting: list[Request] = []
+        self._families: dict[str, list[Request]] = {}  # unfinished sequences by the id of their request
+        self._num_added = 0
+        self.num_steps = 0
+        self._ended_ids: list[str] = []
+        self._watermark_blocks = math.ceil(config.watermark * kv.num_blocks)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._families)
+
+    def unfinished(self, request_id: str) -> list[Request]:
+        """The unfinished sequences of a request: itself, and what was forked from it."""
+        return list(self._families.get(request_id, ()))
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def validate(self, request: Request) -> None:
+        """Raise ValueError, naming the numbers and the knobs, if ``request`` may not be added."""
+        n, limit = request.sampling_params.n, self.config.max_model_len
+        if request.num_tokens == 0:
+            raise ValueError("prompt must hold at least one token, got none")
+        if request.num_tokens >= limit:
+            raise ValueError(
+                f"prompt of {request.num_tokens} tokens leaves no room for output: it must be shorter than "
+                f"max_model_len={limit}; shorten the prompt or raise max_model_len"
+            )
+        if n > self.config.max_num_seqs:
+            raise ValueError(f"n must be <= max_num_seqs ({self.config.max_num_seqs}), got {n}")
+        own_ids = {forked_id(request.request_id, i) for i in range(n)}
+        if not own_ids.isdisjoint(self._families) or request.request_id.rpartition("#")[0] in self._families:
+            raise ValueError(f"request_id {request.request_id!r} is already in use by an unfinished request")
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError as :meth:`validate` does."""
+        self.validate(request)
+        self._num_added += 1
+        request.queue_key = (request.priority, self._num_added, 0)
+        self._families[request.request_id] = [request]
+        insort(self.waiting, request, key=_queue_key)
+
+    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a request now, wherever it stands, and free its blocks."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.kv.free(request.request_id)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        family_id = request.parent_id or request.request_id
+        self._families[family_id].remove(request)
+        if not self._families[family_id]:
+            del self._families[family_id]
+        self._ended_ids.append(request.request_id)
+        self._record(RequestFinished(request.request_id, reason, request.num_output_tokens))
+
+    # ------------------------------------------------------------------ one step
+
+    def schedule(self) -> StepPlan:
+        """Choose the next step's requests and reserve their blocks; an empty plan means nothing can run."""
+        budget = self.config.max_num_batched_tokens
+        scheduled: list[ScheduledRequest] = []
+        copies: list[tuple[int, int]] = []
+        num_preemptions = 0
+
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            num_tokens = min(len(request.token_ids) - request.num_computed_tokens, budget)
+            new_copies = self.kv.extend(request.request_id, request.num_computed_tokens, num_tokens)
+            if new_copies is None:
+                self._preempt(self.running[-1])  # perhaps this very request: then the loop ends
+                num_preemptions += 1
+                continue
+            copies += new_copies
+            scheduled.append(self._scheduled(request, num_tokens))
+            budget -= num_tokens
+            index += 1
+
+        if num_preemptions == 0:
+            for request in self._admissions():
+                num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+                scheduled.append(self._scheduled(request, num_tokens))
+                budget -= num_tokens
+                if budget == 0:
+                    break
+
+        plan = StepPlan(self.num_steps, tuple(scheduled), tuple(copies), tuple(self._ended_ids))
+        if scheduled:
+            self.num_steps += 1
+            self._ended_ids.clear()
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
+        """Take in a step's result: append tokens, fork, finish, free. Returns the requests that changed.
+
+        Requests in ``result.failed`` end with finish reason "error"; requests that ended while the step ran are
+        passed over.
+        """
+        changed = []
+        for entry in plan.requests:
+            request = entry.request
+            request_id = request.request_id
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if request_id in result.failed:
+                self.finish(request, "error", str(result.failed[request_id]))
+                changed.append(request)
+                continue
+            request.num_computed_tokens += entry.num_scheduled_tokens
+            self.kv.commit(request_id, request.token_ids, request.num_computed_tokens)
+            request.prompt_logprobs.extend(result.prompt_logprobs.get(request_id, ()))
+            if entry.num_samples:
+                tokens, logprobs = result.token_ids[request_id], result.logprobs.get(request_id, ())
+                siblings = [request, *self._fork(request, entry.num_samples - 1)]
+                for sample, sibling in enumerate(siblings):
+                    if logprobs:
+                        sibling.logprobs.append(logprobs[sample])
+                    self._append(sibling, tokens[sample])
+                changed += siblings
+        return changed
+
+    # ------------------------------------------------------------------ inside
+
+    def _scheduled(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        num_samples = 0
+        if request.num_computed_tokens + num_tokens == len(request.token_ids):
+            num_samples = request.num_sequences
+        table = self.kv.block_table(request.request_id)
+        return ScheduledRequest(request, request.num_computed_tokens, num_tokens, table, num_samples)
+
+    def _admissions(self) -> Iterator[Request]:
+        """Waiting requests that may run now, each taken off the queue as it is given out."""
+        if not self.waiting:
+            return
+        num_sequences = sum(request.num_sequences for request in self.running)
+        while self.waiting:
+            request = self.waiting[0]
+            num_sequences += request.num_sequences
+            if num_sequences > self.config.max_num_seqs:
+                return
+            if request.num_preemptions >= MAX_PREEMPTIONS and not self._all_can_end_with(request):
+                return
+            wants_logprobs = request.sampling_params.prompt_logprobs is not None
+            prefix = () if wants_logprobs else self.kv.match_prefix(request.token_ids, request.cache_salt)
+            keep_free = self._watermark_blocks if self.running else 0
+            if not self.kv.admit(
+                request.request_id,
+                request.num_tokens,
+                prefix=prefix,
+                salt=request.cache_salt,
+                keep_free=keep_free,
+            ):
+                return
+            self.waiting.pop(0)
+            request.num_computed_tokens = len(prefix) * self.kv.block_size
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed_tokens
+            request.status = RequestStatus.RUNNING
+            insort(self.running, request, key=_queue_key)
+            yield request
+
+    def _all_can_end_with(self, request: Request) -> bool:
+        """Whether there are blocks for the full length of all that run, and of ``request`` besides."""
+        limit = self.config.max_model_len
+        needed = self.kv.blocks_for(request.max_total_tokens(limit))
+        for other in self.running:
+            held = len(self.kv.block_table(other.request_id))
+            needed += self.kv.blocks_for(other.max_total_tokens(limit)) - held
+        return needed <= self.kv.num_free_blocks
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks; its tokens are kept and computed again when it is admitted."""
+        self.running.remove(request)
+        self.kv.free(request.request_id)
+        request.num_computed_tokens = 0
+        request.prompt_logprobs.clear()
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        insort(self.waiting, request, key=_queue_key)
+        self._ended_ids.append(request.request_id)
+        self._record(RequestPreempted(request.request_id))
+
+    def _fork(self, parent: Request, count: int) -> list[Request]:
+        """The other sequences of a request with n > 1: the same prompt, the same blocks until they write."""
+        children = []
+        for sample_index in range(1, count + 1):
+            child = parent.fork(sample_index)
+            self.kv.fork(parent.request_id, child.request_id)
+            self._families[parent.request_id].append(child)
+            insort(self.running, child, key=_queue_key)
+            children.append(child)
+        return children
+
+    def _append(self, request: Request, token_id: int) -> None:
+        request.token_ids.append(token_id)
+        params = request.sampling_params
+        num_output = request.num_output_tokens
+        if token_id in request.stop_token_ids and num_output >= params.min_tokens:
+            is_eos = token_id not in (params.stop_token_ids or ())
+            self.finish(request, "stop", None if is_eos else token_id)
+        elif num_output == params.max_tokens or request.num_tokens >= self.config.max_model_len:
+            self.finish(request, "length")
+
+    def _record(self, event: RequestFinished | RequestPreempted) -> None:
+        if self.kv.events is not None:
+            self.kv.events.append(event)
+
+
+def _queue_key(request: Request) -> tuple[int, int, int]:
+    return request.queue_key

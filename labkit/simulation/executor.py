@@ -1,0 +1,62 @@
+"""An executor without a model: a clock that a cost model moves, and tokens from a rule."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from labkit.scheduling import Request, StepPlan, StepResult
+
+StepCost = Callable[[StepPlan], float]
+"""Seconds that a step takes."""
+
+NextToken = Callable[[Request, int], int]
+"""The token that a request gets next, for one of its samples."""
+
+
+def free_of_charge(plan: StepPlan) -> float:
+    """The cost model in which every step takes no time."""
+    return 0.0
+
+
+def filler_token(request: Request, sample_index: int) -> int:
+    """A token id in [1000, 32000) that depends on the request's seed, the position and the sample."""
+    return 1000 + hash((request.seed, request.num_tokens, sample_index + request.sample_index)) % 31_000
+
+
+class SimulatedExecutor:
+    """Computes nothing, at a price: each step moves the clock by what ``step_cost`` says it takes.
+
+    Give requests ``ignore_eos`` and ``max_tokens`` to force their lengths, or a ``next_token`` rule that replays a
+    real run's tokens: then the scheduler and allocator do exactly what they did there.
+    """
+
+    def __init__(self, step_cost: StepCost = free_of_charge, next_token: NextToken = filler_token) -> None:
+        self._step_cost = step_cost
+        self._next_token = next_token
+        self._clock = 0.0
+        self._submitted: deque[StepPlan] = deque()
+
+    def now(self) -> float:
+        """Simulated seconds since the start."""
+        return self._clock
+
+    def advance_to(self, time: float) -> None:
+        """Let the clock run idle until ``time``; it never runs backwards."""
+        self._clock = max(self._clock, time)
+
+    def submit(self, plan: StepPlan) -> None:
+        self._submitted.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._submitted.popleft()
+        self._clock += self._step_cost(plan)
+        return StepResult(
+            {
+                entry.request.request_id: [
+                    self._next_token(entry.request, i) for i in range(entry.num_samples)
+                ]
+                for entry in plan.requests
+                if entry.num_samples
+            }
+        )
