@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from itertools import pairwise
 
 
 class BlockPool:
@@ -99,13 +100,9 @@ class BlockPool:
     def check(self) -> None:
         """Raise AssertionError unless the free list is sound and holds exactly the blocks with ``ref_cnt`` 0."""
         forward = self.free_list()
-        assert len(forward) == self.num_free, (
-            f"{len(forward)} blocks on the free list, {self.num_free} counted"
-        )
+        assert len(forward) == self.num_free, f"{len(forward)} blocks on the free list, {self.num_free} counted"
         around = [self.num_blocks, *forward, self.num_blocks]
-        for before, block_id in zip(around, around[1:], strict=False):
+        for before, block_id in pairwise(around):
             assert self._prev[block_id] == before, f"free list is torn before block {block_id}"
         unused = {block_id for block_id, count in enumerate(self.ref_cnt) if count == 0}
-        assert unused == set(forward), (
-            f"ref_cnt and free list disagree on blocks {sorted(unused ^ set(forward))}"
-        )
+        assert unused == set(forward), f"ref_cnt and free list disagree on blocks {sorted(unused ^ set(forward))}"

@@ -220,12 +220,8 @@ class KVCacheManager:
         self.pool.check()
         references = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
         for block_id, count in enumerate(self.pool.ref_cnt):
-            assert count == references[block_id], (
-                f"block {block_id}: ref_cnt {count}, in {references[block_id]} tables"
-            )
-        cached_free = [
-            b for b in self.pool.free_list() if self.prefix_cache is not None and b in self.prefix_cache
-        ]
+            assert count == references[block_id], f"block {block_id}: ref_cnt {count}, in {references[block_id]} tables"
+        cached_free = [b for b in self.pool.free_list() if self.prefix_cache is not None and b in self.prefix_cache]
         usage = self.usage()
         assert usage.num_cached_free_blocks == len(cached_free)
         live = sum(self._num_written[b] for b, count in enumerate(self.pool.ref_cnt) if count > 0)
@@ -233,9 +229,7 @@ class KVCacheManager:
         split = usage.num_free_blocks + usage.num_cached_free_blocks + usage.num_referenced_blocks
         assert split == self.num_blocks
         for request_id, sequence in self._sequences.items():
-            assert len(set(sequence.block_ids)) == len(sequence.block_ids), (
-                f"{request_id}: a block stands twice"
-            )
+            assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{request_id}: a block stands twice"
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
 
     # ------------------------------------------------------------------ inside

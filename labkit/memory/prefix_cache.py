@@ -96,9 +96,7 @@ class PrefixCache:
         self._by_hash.clear()
         return forgotten
 
-    def _find(
-        self, parent: CachedBlock | None, tokens: tuple[int, ...], salt: str | None
-    ) -> CachedBlock | None:
+    def _find(self, parent: CachedBlock | None, tokens: tuple[int, ...], salt: str | None) -> CachedBlock | None:
         entry = self._by_hash.get(self._hash(parent, tokens, salt))
         if entry is None or entry.parent is not parent or entry.token_ids != tokens or entry.salt != salt:
             return None

@@ -53,9 +53,7 @@ class SimulatedExecutor:
         self._clock += self._step_cost(plan)
         return StepResult(
             {
-                entry.request.request_id: [
-                    self._next_token(entry.request, i) for i in range(entry.num_samples)
-                ]
+                entry.request.request_id: [self._next_token(entry.request, i) for i in range(entry.num_samples)]
                 for entry in plan.requests
                 if entry.num_samples
             }
