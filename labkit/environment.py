@@ -1,0 +1,191 @@
+"""What this machine is, and what labkit will do on it: `env_report()` in a notebook, `labkit doctor` in a terminal."""
+
+from __future__ import annotations
+
+import html
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+
+GIB = 1 << 30
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "plotly",
+    "jupyterlab",
+    "ipykernel",
+    "ipywidgets",
+    "anywidget",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """One NVIDIA GPU as its driver reports it; memory in bytes."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    driver: str
+    compute_capability: tuple[int, int]
+
+    def __str__(self) -> str:
+        major, minor = self.compute_capability
+        return (
+            f"{self.name}, {self.free_bytes / GIB:.1f} of {self.total_bytes / GIB:.1f} GiB free, "
+            f"sm_{major}{minor}, driver {self.driver}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Where tensors live and which paged attention runs there, with the reason in words."""
+
+    device: str
+    attention: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReport:
+    """A machine and its software; prints as text and shows as a table in a notebook."""
+
+    versions: dict[str, str]
+    cpu: str
+    ram: str
+    gpus: tuple[GPU, ...]
+    backend: Backend
+    model: str
+    hints: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(label, text) pairs in the order in which they are shown."""
+        gpus = [("GPU", str(gpu)) for gpu in self.gpus] or [("GPU", "none that an NVIDIA driver reports")]
+        return [
+            *self.versions.items(),
+            ("CPU", self.cpu),
+            ("memory", self.ram),
+            *gpus,
+            ("attention", f"{self.backend.attention} on {self.backend.device}: {self.backend.reason}"),
+            ("model", self.model),
+        ]
+
+    def __repr__(self) -> str:
+        lines = [f"{label:<13}{text}" for label, text in self.rows()]
+        lines += [f"-> {hint}" for hint in self.hints] or ["Everything needed is here."]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        # JupyterLab styles tables and sets the colours for its theme; only alignment is ours.
+        cell = 'style="text-align:left"'
+        table = "".join(
+            f"<tr><th {cell}>{html.escape(label)}</th><td {cell}>{html.escape(text)}</td></tr>"
+            for label, text in self.rows()
+        )
+        hints = "".join(f"<li>{html.escape(hint)}</li>" for hint in self.hints)
+        notes = f"<p><b>To do</b></p><ul>{hints}</ul>" if hints else "<p>Everything needed is here.</p>"
+        return f"<table>{table}</table>{notes}"
+
+
+def env_report() -> EnvironmentReport:
+    """Look at the machine: versions, CPU, memory, GPUs, the attention backend that will run, the embedded model.
+
+    Imports torch (seconds, the first time). Never raises for something missing: it says so, and how to get it.
+    """
+    gpus = list_gpus()
+    backend, torch_hints = choose_backend(gpus)
+    model, model_hints = _embedded_model()
+    return EnvironmentReport(
+        versions={"labkit": _version("kv-labkit"), "python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
+        cpu=f"{_usable_cores()} cores usable of {os.cpu_count()}, {platform.machine()}",
+        ram=_ram(),
+        gpus=gpus,
+        backend=backend,
+        model=model,
+        hints=(*_missing_packages(), *torch_hints, *model_hints),
+    )
+
+
+def list_gpus() -> tuple[GPU, ...]:
+    """The NVIDIA GPUs of this machine, asked from the driver (NVML); empty without a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        return tuple(_read_gpu(i, driver) for i in range(pynvml.nvmlDeviceGetCount()))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read_gpu(index: int, driver: str) -> GPU:
+    import pynvml
+
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return GPU(
+        name=str(pynvml.nvmlDeviceGetName(handle)),
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        driver=driver,
+        compute_capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+    )
+
+
+def choose_backend(gpus: tuple[GPU, ...]) -> tuple[Backend, list[str]]:
+    """The backend that `LLM()` takes by default on this machine, and what to do if a GPU is left unused."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Backend("cpu", "none", f"torch cannot be imported ({error})"), ["Install torch: pip install torch"]
+    if torch.cuda.is_available():
+        return Backend("cuda", "triton", f"torch {torch.__version__} sees {torch.cuda.get_device_name()}"), []
+    if not gpus:
+        return Backend("cpu", "torch", "no GPU found, so vectorised PyTorch on the CPU"), []
+    if torch.version.cuda is None:
+        advice = "This torch is a build without CUDA: install one with CUDA to use the GPU."
+    else:
+        advice = f"Update the NVIDIA driver ({gpus[0].driver}) to one that supports CUDA {torch.version.cuda}."
+    return Backend("cpu", "torch", "there is a GPU, but this torch cannot use it"), [advice]
+
+
+def _embedded_model() -> tuple[str, list[str]]:
+    return "", []
+
+
+def _missing_packages() -> list[str]:
+    missing = [name for name in PACKAGES if _version(name) == "not installed"]
+    if sys.platform != "linux" and "triton" in missing:
+        missing.remove("triton")  # it exists for Linux only, and is needed for CUDA kernels only
+    return [f"Missing: pip install {' '.join(missing)}"] if missing else []
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _ram() -> str:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"

@@ -1,0 +1,164 @@
+"""A JupyterLab server on a folder, and a page object for the notebook that a browser shows from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page
+
+NO_POPUPS = {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True}
+
+
+@contextmanager
+def jupyterlab(root: Path, private: Path) -> Iterator[str]:
+    """Run JupyterLab on the folder `root`; yields its address. Settings, trust and caches live in `private` only."""
+    environment = os.environ | {
+        name: str(private / name.lower())
+        for name in (
+            "JUPYTER_CONFIG_DIR",
+            "JUPYTER_DATA_DIR",
+            "JUPYTER_RUNTIME_DIR",
+            "JUPYTERLAB_SETTINGS_DIR",
+            "JUPYTERLAB_WORKSPACES_DIR",
+            "IPYTHONDIR",
+        )
+    }
+    write_setting(private, "@jupyterlab/apputils-extension", "notification", NO_POPUPS)
+    port = free_port()
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
+    command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password="]
+    command += [f"--ServerApp.root_dir={root}", "--expose-app-in-browser"]
+    log_path = private / "server.log"
+    with log_path.open("w") as log:
+        server = subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            wait_until_up(f"http://127.0.0.1:{port}", server, log_path)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def write_setting(private: Path, extension: str, plugin: str, values: dict[str, Any]) -> None:
+    """Set user settings of a JupyterLab plug-in, for example its theme, before the page is loaded."""
+    path = private / "jupyterlab_settings_dir" / extension / f"{plugin}.jupyterlab-settings"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_up(address: str, server: subprocess.Popen[Any], log: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            urllib.request.urlopen(f"{address}/api", timeout=2).close()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise RuntimeError(f"JupyterLab did not start within {seconds:.0f} s:\n{log.read_text()[-4000:]}")
+
+
+@dataclass
+class NotebookPage:
+    """One notebook open in JupyterLab in a real browser. Times are in seconds."""
+
+    page: Page
+    address: str
+
+    def open(self, name: str, timeout: float = 60) -> None:
+        """Show the notebook `name` (a path under the server's folder) and wait for its kernel to be idle."""
+        self.page.goto(f"{self.address}/lab/tree/{name}?reset")
+        self.page.wait_for_function(
+            "() => window.jupyterapp?.shell.currentWidget?.context?.isReady", timeout=timeout * 1000
+        )
+        self.wait_idle(timeout)
+
+    def wait_idle(self, timeout: float = 60) -> None:
+        """Wait until the kernel is idle."""
+        self.page.wait_for_function(
+            "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'",
+            timeout=timeout * 1000,
+        )
+
+    def run_all(self, timeout: float = 240) -> None:
+        """Run all cells from top to bottom, wait for the last, and fail the test on an error in a cell."""
+        self.page.evaluate(
+            "() => { window.__ran = false; "
+            "window.jupyterapp.commands.execute('notebook:run-all-cells').finally(() => window.__ran = true); }"
+        )
+        self.page.wait_for_function("() => window.__ran", timeout=timeout * 1000)
+        self.wait_idle(timeout)
+        if errors := self.cell_errors():
+            raise AssertionError("cells failed:\n" + "\n".join(errors))
+
+    def run_command(self, command: str) -> None:
+        """Execute a JupyterLab command, for example 'docmanager:save' or 'kernelmenu:shutdown'."""
+        self.page.evaluate("name => window.jupyterapp.commands.execute(name)", command)
+
+    def outputs(self) -> list[list[dict[str, Any]]]:
+        """The outputs of each cell in nbformat's form; an empty list for a cell without any."""
+        return self.page.evaluate(
+            "() => window.jupyterapp.shell.currentWidget.content.widgets"
+            ".map(cell => cell.outputArea?.model.toJSON() ?? [])"
+        )
+
+    def cell_errors(self) -> list[str]:
+        """'cell 3: ValueError: ...' for each cell whose output holds an error."""
+        return [
+            f"cell {index}: {output['ename']}: {output['evalue']}"
+            for index, outputs in enumerate(self.outputs())
+            for output in outputs
+            if output["output_type"] == "error"
+        ]
+
+    def shutdown_kernel(self) -> None:
+        """Stop the kernel for good; what lives in the browser stays."""
+        self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+
+    def canvas_colours(self, selector: str = "canvas") -> dict[str, int]:
+        """How many pixels of the first canvas matching `selector` have each colour, as {'#rrggbbaa': count}.
+
+        Waits for the canvas, scrolls to it and lets the browser draw one more frame first.
+        """
+        canvas = self.page.locator(selector).first
+        canvas.wait_for(state="attached")
+        canvas.scroll_into_view_if_needed()
+        return canvas.evaluate(
+            """async canvas => {
+                await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+                const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+                const words = new DataView(data.buffer);
+                const counts = {};
+                for (let i = 0; i < data.length; i += 4) {
+                    const colour = '#' + words.getUint32(i).toString(16).padStart(8, '0');
+                    counts[colour] = (counts[colour] ?? 0) + 1;
+                }
+                return counts;
+            }"""
+        )
+
+    def screenshot(self, path: Path) -> Path:
+        """Write a PNG of the window."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=path)
+        return path
