@@ -39,7 +39,7 @@ class BlockCopied(NamedTuple):
 
 
 class BlocksFreed(NamedTuple):
-    """A request let go of its last blocks (order of its table): ``ref_cnt`` of each went down by one."""
+    """A request let go of all its blocks, given in the order of its table: ``ref_cnt`` of each went down by one."""
 
     request_id: str
     block_ids: tuple[int, ...]
