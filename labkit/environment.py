@@ -134,12 +134,13 @@ def _read_gpu(index: int, driver: str) -> GPU:
 
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     return GPU(
         name=str(pynvml.nvmlDeviceGetName(handle)),
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         driver=driver,
-        compute_capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        compute_capability=(major, minor),
     )
 
 

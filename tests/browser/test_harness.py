@@ -27,9 +27,7 @@ Square()
 
 def write(path: Path, *cells: str) -> None:
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(
-        new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernel}), path
-    )
+    nbformat.write(new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernel}), path)
 
 
 def test_run_all_and_canvas_pixels(notebook: NotebookPage, lab_folder: Path) -> None:

@@ -1,0 +1,71 @@
+"""`labkit doctor` and `env_report()`: they name what is there, and what to do about what is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from labkit import environment
+from labkit.environment import GPU, Backend, EnvironmentReport, choose_backend, env_report
+
+H200 = GPU("NVIDIA H200", 141 << 30, 100 << 30, "580.1", (9, 0))
+
+
+def report(**changes: object) -> EnvironmentReport:
+    values: dict[str, object] = {
+        "versions": {"torch": "2.13.0"},
+        "cpu": "2 cores",
+        "ram": "24 GiB",
+        "gpus": (),
+        "backend": Backend("cpu", "torch", "no GPU found"),
+        "model": "there",
+        "hints": (),
+    }
+    return EnvironmentReport(**(values | changes))  # pyright: ignore[reportArgumentType]
+
+
+def test_doctor_names_versions_backend_and_model_and_exits_0() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "labkit.cli", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    labels = {line.split()[0] for line in done.stdout.splitlines()}
+    assert {"python", "torch", "triton", "transformers", "jupyterlab", "anywidget", "GPU", "memory"} <= labels
+    assert "torch on cpu" in done.stdout
+    assert "SmolLM2-135M-Instruct" in done.stdout
+
+
+def test_report_of_a_gpu_shows_memory_capability_and_driver() -> None:
+    text = repr(report(gpus=(H200,), backend=Backend("cuda", "triton", "torch sees it")))
+    assert "NVIDIA H200, 100.0 of 141.0 GiB free, sm_90, driver 580.1" in text
+    assert "triton on cuda: torch sees it" in text
+
+
+def test_html_is_escaped_and_leaves_colours_to_the_theme() -> None:
+    html = report(cpu="<script>alert(1)</script>", hints=("a < b",))._repr_html_()
+    assert "<script>" not in html
+    assert "a &lt; b" in html
+    assert "color" not in html
+
+
+def test_a_gpu_that_torch_cannot_use_leads_to_advice(monkeypatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    backend, hints = choose_backend((H200,))
+    assert (backend.device, backend.attention) == ("cpu", "torch")
+    assert "build without CUDA" in hints[0]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "Update the NVIDIA driver (580.1)" in choose_backend((H200,))[1][0]
+
+
+def test_a_missing_package_leads_to_advice(monkeypatch) -> None:
+    real = environment._version
+    monkeypatch.setattr(environment, "_version", lambda n: "not installed" if n == "plotly" else real(n))
+    assert "Missing: pip install plotly" in env_report().hints
