@@ -1,13 +1,38 @@
 """Where does it live?
 
 Exports :class:`BlockPool` (free list and reference counts), :class:`PrefixCache` (finding blocks by content),
-:class:`KVCacheManager` (block tables, sharing, copy on write) and :class:`KVCacheUsage` (the split of the slots).
-Nothing here knows of requests, models or torch.
+:class:`KVCacheManager` (block tables, sharing, copy on write) and :class:`KVCacheUsage` (the split of the slots);
+for comparison :class:`ContiguousKVManager` with its ways to reserve, over a :class:`FirstFitArena`. Schedulers see
+any of them as a :class:`KVAllocator`. Nothing here knows of requests, models or torch.
 """
 
+from .allocator import KVAllocator
+from .arena import FirstFitArena
 from .block_pool import BlockPool
+from .contiguous import (
+    ContiguousKVManager,
+    Reservation,
+    reserve_max,
+    reserve_nothing,
+    reserve_oracle,
+    reserve_power_of_two,
+)
 from .kv_cache_manager import KVCacheManager
 from .prefix_cache import CachedBlock, PrefixCache
 from .usage import KVCacheUsage
 
-__all__ = ["BlockPool", "CachedBlock", "KVCacheManager", "KVCacheUsage", "PrefixCache"]
+__all__ = [
+    "BlockPool",
+    "CachedBlock",
+    "ContiguousKVManager",
+    "FirstFitArena",
+    "KVAllocator",
+    "KVCacheManager",
+    "KVCacheUsage",
+    "PrefixCache",
+    "Reservation",
+    "reserve_max",
+    "reserve_nothing",
+    "reserve_oracle",
+    "reserve_power_of_two",
+]

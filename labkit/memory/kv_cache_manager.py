@@ -42,6 +42,8 @@ class KVCacheManager:
     ``events`` is where it says what it did; set it to a list to record, to None to save the time.
     """
 
+    can_share = True
+
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         """Make a manager of ``num_blocks`` blocks of ``block_size`` tokens.
 
@@ -92,12 +94,14 @@ class KVCacheManager:
         request_id: str,
         num_tokens: int,
         *,
+        max_total_tokens: int | None = None,
         prefix: Sequence[CachedBlock] = (),
         salt: str | None = None,
         keep_free: int = 0,
     ) -> bool:
         """Give a new sequence a table for its first ``num_tokens`` tokens, beginning with the blocks of ``prefix``.
 
+        Paging needs no forecast, so ``max_total_tokens`` is not looked at; the contiguous allocators reserve by it.
         Returns False, and changes nothing, if fewer than ``keep_free`` blocks would stay free. Raises ValueError if
         the sequence is here already.
         """

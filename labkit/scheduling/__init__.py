@@ -1,12 +1,14 @@
 """Who runs next?
 
-Exports :class:`Request` and :class:`SamplingParams`, the :class:`Scheduler` that fills each step's token budget
-(continuous batching), and what it hands to an executor: :class:`StepPlan` out, :class:`StepResult` back.
+Exports :class:`Request` and :class:`SamplingParams`; the :class:`Scheduler` that fills each step's token budget
+(continuous batching) and the :class:`StaticScheduler` to compare it with; and what they hand to an executor,
+:class:`StepPlan`, and take back, :class:`StepResult`.
 """
 
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler, SchedulerConfig
+from .static_scheduler import StaticScheduler
 from .step import ScheduledRequest, StepPlan, StepResult
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "ScheduledRequest",
     "Scheduler",
     "SchedulerConfig",
+    "StaticScheduler",
     "StepPlan",
     "StepResult",
 ]

@@ -83,7 +83,7 @@ class Request:
         self.cache_salt = cache_salt
         self.seed = seed if sampling_params.seed is None else sampling_params.seed
         self.status = RequestStatus.WAITING
-        self.queue_key = (priority, 0, 0)
+        self.queue_key: tuple[int, int, int] = (priority, 0, 0)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0

@@ -7,7 +7,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from labkit.memory import KVCacheManager
+from labkit.memory import KVAllocator
 from labkit.observe import RequestFinished, RequestPreempted
 
 from .request import Request, RequestStatus, forked_id
@@ -60,7 +60,7 @@ class Scheduler:
       run can reach their full length, so preemptions per request are bounded.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVAllocator) -> None:
         """Raises ValueError if the pool cannot hold one sequence of ``max_model_len`` tokens."""
         if kv.blocks_for(config.max_model_len) > kv.num_blocks:
             raise ValueError(
@@ -101,8 +101,11 @@ class Scheduler:
             )
         if n > self.config.max_num_seqs:
             raise ValueError(f"n must be <= max_num_seqs ({self.config.max_num_seqs}), got {n}")
+        if n > 1 and not self.kv.can_share:
+            raise ValueError(f"n must be 1 with an allocator that cannot share blocks, got {n}; use the paged one")
         own_ids = {forked_id(request.request_id, i) for i in range(n)}
-        if not own_ids.isdisjoint(self._families) or request.request_id.rpartition("#")[0] in self._families:
+        taken = self._families.keys() & {*own_ids, request.request_id.rpartition("#")[0]}
+        if taken or request.request_id in self.kv:
             raise ValueError(f"request_id {request.request_id!r} is already in use by an unfinished request")
 
     def add(self, request: Request) -> None:
@@ -117,7 +120,7 @@ class Scheduler:
         """End a request now, wherever it stands, and free its blocks."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self.kv.free(request.request_id)
+            self._give_back(request)
         else:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
@@ -222,6 +225,7 @@ class Scheduler:
             if not self.kv.admit(
                 request.request_id,
                 request.num_tokens,
+                max_total_tokens=request.max_total_tokens(self.config.max_model_len),
                 prefix=prefix,
                 salt=request.cache_salt,
                 keep_free=keep_free,
@@ -276,6 +280,10 @@ class Scheduler:
             self.finish(request, "stop", None if is_eos else token_id)
         elif num_output == params.max_tokens or request.num_tokens >= self.config.max_model_len:
             self.finish(request, "length")
+
+    def _give_back(self, request: Request) -> None:
+        """Free the blocks of a running request that has just ended."""
+        self.kv.free(request.request_id)
 
     def _record(self, event: RequestFinished | RequestPreempted) -> None:
         if self.kv.events is not None:
