@@ -1,24 +1,67 @@
-"""One entry for decode, prefill and mixed batches."""
+"""One entry for decode, prefill and mixed batches: the launches, and the memory they need."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
+import triton
 
-from . import reference
+from .decode import decode_kernel
 from .pages import KVPages, check_attention_inputs
+from .prefill import prefill_kernel
+from .tuning import DecodeTile, decode_tile, prefill_tile
+
+
+@functools.cache
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """(compute capability as 90, number of multiprocessors). Without a GPU, the interpreter plays a tiny sm_90."""
+    if device.type != "cuda":
+        return 90, 1
+    properties = torch.cuda.get_device_properties(device)
+    return 10 * properties.major + properties.minor, properties.multi_processor_count
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch memory of `paged_attention`, allocated once and reused by every call on one stream."""
+    """Scratch memory of `paged_attention`: allocate once, pass to every call on one stream.
+
+    partial_acc: float32 [2 W, block_m, head_dim_v], partial_m and partial_l: float32 [2 W, block_m], arrivals: int32 [W],
+    W = programs of the decode launch. Independent of batch and lengths. `arrivals` is zero between launches.
+    """
 
     partial_acc: torch.Tensor
+    partial_m: torch.Tensor
+    partial_l: torch.Tensor
+    arrivals: torch.Tensor
 
     @classmethod
-    def allocate(cls, num_q_heads: int, num_kv_heads: int, head_dim_v: int, device: torch.device) -> Workspace:
-        return cls(torch.empty(0, device=device))
+    def allocate(
+        cls,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim_k: int,
+        head_dim_v: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Workspace:
+        """A workspace for models with these heads; dtype is that of q and the cache."""
+        device = torch.empty(0, device=device).device
+        dk, dv = triton.next_power_of_2(head_dim_k), triton.next_power_of_2(head_dim_v)
+        capability, num_sms = device_limits(device)
+        tile = decode_tile(capability, num_q_heads // num_kv_heads, max(dk, dv), dtype.itemsize)
+        return cls.for_tile(tile, num_sms, dv, device)
+
+    @classmethod
+    def for_tile(cls, tile: DecodeTile, num_sms: int, padded_head_dim_v: int, device: torch.device) -> Workspace:
+        programs = tile.programs_per_sm * num_sms
+        return cls(
+            torch.empty(2 * programs, tile.block_m, padded_head_dim_v, dtype=torch.float32, device=device),
+            torch.empty(2 * programs, tile.block_m, dtype=torch.float32, device=device),
+            torch.empty(2 * programs, tile.block_m, dtype=torch.float32, device=device),
+            torch.zeros(programs, dtype=torch.int32, device=device),
+        )
 
 
 def paged_attention(
@@ -36,8 +79,107 @@ def paged_attention(
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Causal attention of new tokens over their paged context.
+
+    q: [num_tokens, num_q_heads, head_dim_k], float16, bfloat16 or float32 (for tests: slow on a GPU); the tokens of all
+        sequences one after the other. Their K and V are in the cache already (`write_kv`).
+    kv: pages [num_blocks, num_kv_heads, block_size, head_dim], dtype of q; num_q_heads is a multiple of num_kv_heads.
+    block_table: int32 [num_seqs, max_blocks]. seq_lens: int32 [num_seqs], context length with this step's tokens.
+    query_start_loc: int32 [num_seqs + 1], sequence s owns rows query_start_loc[s] .. query_start_loc[s + 1] of q.
+    scale: positive factor on q · k. max_query_len: most new tokens of any sequence (a host number; 1 = pure decode).
+    sliding_window: query position i sees key position j iff 0 <= i - j < sliding_window.
+    softcap: scores become softcap * tanh(score / softcap). sinks: [num_q_heads], one extra logit a head.
+    workspace: scratch memory (`Workspace.allocate`), allocated here when None. out: contiguous along head_dim.
+
+    Returns [num_tokens, num_q_heads, head_dim_v]. Rows with seq_len 0 and rows beyond query_start_loc[-1] are zeros.
+    Reads no tensor on the host, so it can be captured in a CUDA graph. Two calls that share a workspace must not run
+    at the same time. Raises ValueError or TypeError, naming the argument, on shapes and types it cannot serve.
+    """
     check_attention_inputs(q, kv, block_table, seq_lens, query_start_loc, sliding_window, softcap, sinks)
-    return reference.paged_attention(
-        q, kv, block_table, seq_lens, query_start_loc, scale=scale, max_query_len=max_query_len,
-        sliding_window=sliding_window, softcap=softcap, sinks=sinks, out=out,
-    )  # fmt: skip
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    num_tokens, num_q_heads, head_dim_k = q.shape
+    head_dim_v = kv.v.shape[3]
+    if out is None:
+        out = q.new_empty(num_tokens, num_q_heads, head_dim_v)
+    num_seqs = seq_lens.shape[0]
+    if num_seqs == 0 or num_tokens == 0:
+        return out.zero_()
+
+    group = num_q_heads // kv.num_kv_heads
+    dk, dv = triton.next_power_of_2(head_dim_k), triton.next_power_of_2(head_dim_v)
+    capability, num_sms = device_limits(q.device)
+    tile = decode_tile(capability, group, max(dk, dv), q.element_size())
+    if workspace is None:
+        workspace = Workspace.for_tile(tile, num_sms, dv, q.device)
+    launch = AttentionLaunch(
+        q, kv, block_table, seq_lens, query_start_loc, out, scale, sliding_window, softcap, sinks, group, dk, dv
+    )
+    launch.decode(tile, workspace, max_query_len)
+    if max_query_len * group > tile.block_m:
+        launch.prefill(prefill_tile(capability, group, max(dk, dv), q.element_size()), tile.block_m)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLaunch:
+    """The arguments that both kernels share."""
+
+    q: torch.Tensor
+    kv: KVPages
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    out: torch.Tensor
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    group: int
+    dk: int
+    dv: int
+
+    def tensors(self):
+        return (
+            self.q, self.kv.k, self.kv.v, self.block_table, self.seq_lens, self.query_start_loc,
+            self.q if self.sinks is None else self.sinks, self.out,
+        )  # fmt: skip
+
+    def scalars(self):
+        """window, inner_scale, score_scale (units of log2: see softmax.py), then strides."""
+        q, k, v, out = self.q, self.kv.k, self.kv.v, self.out
+        cap = self.softcap
+        return (
+            self.sliding_window or 0, self.scale / (cap or 1.0), (cap or self.scale) * 1.4426950408889634,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1), self.block_table.stride(0),
+            k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+        )  # fmt: skip
+
+    def constants(self):
+        num_seqs = self.seq_lens.shape[0]
+        return dict(
+            GROUP=self.group, HEAD_DIM_K=self.q.shape[2], HEAD_DIM_V=self.kv.v.shape[3], DK=self.dk, DV=self.dv,
+            BLOCK_SIZE=self.kv.block_size,
+            SEQS=256 if num_seqs <= 256 else max(1024, triton.next_power_of_2(num_seqs)),
+            SOFTCAP=self.softcap is not None, WINDOWED=self.sliding_window is not None,
+            HAS_SINKS=self.sinks is not None, PRECISION="ieee" if self.q.element_size() == 4 else "tf32",
+        )  # fmt: skip
+
+    def decode(self, tile: DecodeTile, workspace: Workspace, max_query_len: int) -> None:
+        rows = triton.next_power_of_2(self.group) if max_query_len == 1 else tile.block_m
+        decode_kernel[(workspace.arrivals.shape[0],)](
+            *self.tensors(), workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
+            self.seq_lens.shape[0], self.q.shape[0], *self.scalars(), **self.constants(),
+            NUM_KV_HEADS=self.kv.num_kv_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            ROWS=rows, PARTS=max(1, 4096 // (rows * self.dv)), MIN_TILES=triton.cdiv(tile.min_tokens, tile.block_n),
+            STAGES=tile.num_stages, num_warps=tile.num_warps,
+        )  # fmt: skip
+
+    def prefill(self, tile, max_decode_rows: int) -> None:
+        block_q = tile.block_m // self.group
+        grid = (self.kv.num_kv_heads, self.q.shape[0] // block_q + self.seq_lens.shape[0])
+        prefill_kernel[grid](
+            *self.tensors(), self.seq_lens.shape[0], *self.scalars(), **self.constants(),
+            BLOCK_M=tile.block_m, BLOCK_Q=block_q, BLOCK_N=tile.block_n, MAX_DECODE_ROWS=max_decode_rows,
+            STAGES=tile.num_stages, num_warps=tile.num_warps,
+        )  # fmt: skip
