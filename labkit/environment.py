@@ -8,6 +8,7 @@ import platform
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 GIB = 1 << 30
 
@@ -108,7 +109,7 @@ def env_report() -> EnvironmentReport:
         gpus=gpus,
         backend=backend,
         model=model,
-        hints=(*_missing_packages(), *torch_hints, *model_hints),
+        hints=(*_missing_packages(), *torch_hints, *model_hints, *_other_jupyter()),
     )
 
 
@@ -170,6 +171,25 @@ def _missing_packages() -> list[str]:
     if sys.platform != "linux" and "triton" in missing:
         missing.remove("triton")  # it exists for Linux only, and is needed for CUDA kernels only
     return [f"Missing: pip install {' '.join(missing)}"] if missing else []
+
+
+def _other_jupyter() -> list[str]:
+    """Advice for a kernel whose JupyterLab runs from another environment, where the widgets' front end may be missing."""
+    import psutil
+
+    parent = os.environ.get("JPY_PARENT_PID", "")  # set by Jupyter for the kernels that it starts
+    if not parent.isdigit() or not psutil.pid_exists(int(parent)):
+        return []
+    try:
+        server = Path(psutil.Process(int(parent)).cmdline()[0])
+    except (psutil.Error, IndexError):
+        return []
+    if not server.is_absolute() or server.parent == Path(sys.executable).parent:
+        return []
+    advice = (
+        "widgets and figures show only if it has ipywidgets, anywidget and plotly too. `make lab` starts one that does"
+    )
+    return [f"JupyterLab runs from another environment ({server.parent}): {advice}."]
 
 
 def _version(distribution: str) -> str:

@@ -14,7 +14,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 def find_browser() -> str | None:
     """Path of a browser: $LABKIT_BROWSER, one on PATH, or the one that playwright installed; None if there is none."""
     if chosen := os.environ.get("LABKIT_BROWSER"):
-        return chosen
+        if not shutil.which(chosen):
+            raise ValueError(f"LABKIT_BROWSER={chosen!r} is not a program that can be run")
+        return shutil.which(chosen)
     for name in NAMES:
         if path := shutil.which(name):
             return path

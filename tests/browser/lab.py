@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,21 @@ NO_POPUPS = {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode":
 @contextmanager
 def jupyterlab(root: Path, private: Path) -> Iterator[str]:
     """Run JupyterLab on the folder `root`; yields its address. Settings, trust and caches live in `private` only."""
+    command = [sys.executable, "-m", "jupyterlab", "--allow-root", f"--ServerApp.root_dir={root}"]
+    port = free_port()
+    with serving([*command, *server_options(port)], port, root, private) as address:
+        yield address
+
+
+def server_options(port: int) -> list[str]:
+    """Options of a server that a test can drive: this port or none, no browser of its own, no token."""
+    options = ["--no-browser", f"--port={port}", "--ServerApp.port_retries=0"]
+    return [*options, "--IdentityProvider.token=", "--ServerApp.password=", "--expose-app-in-browser"]
+
+
+@contextmanager
+def serving(command: list[str], port: int, cwd: Path, private: Path) -> Iterator[str]:
+    """Run a command that starts JupyterLab, yield its address when it answers, and stop all that it started."""
     environment = os.environ | {
         name: str(private / name.lower())
         for name in (
@@ -36,22 +52,22 @@ def jupyterlab(root: Path, private: Path) -> Iterator[str]:
         )
     }
     write_setting(private, "@jupyterlab/apputils-extension", "notification", NO_POPUPS)
-    port = free_port()
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
-    command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password="]
-    command += [f"--ServerApp.root_dir={root}", "--expose-app-in-browser"]
-    log_path = private / "server.log"
+    address, log_path = f"http://127.0.0.1:{port}", private / "server.log"
     with log_path.open("w") as log:
-        server = subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        # A session of its own, so that the kernels and a command in between (make) are stopped with it.
+        server = subprocess.Popen(
+            command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            wait_until_up(f"http://127.0.0.1:{port}", server, log_path)
-            yield f"http://127.0.0.1:{port}"
+            wait_until_up(address, server, log_path)
+            yield address
         finally:
-            server.terminate()
+            os.killpg(server.pid, signal.SIGTERM)
             try:
                 server.wait(20)
             except subprocess.TimeoutExpired:
-                server.kill()
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
 
 
 def write_setting(private: Path, extension: str, plugin: str, values: dict[str, Any]) -> None:

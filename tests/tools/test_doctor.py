@@ -69,3 +69,12 @@ def test_a_missing_package_leads_to_advice(monkeypatch) -> None:
     real = environment._version
     monkeypatch.setattr(environment, "_version", lambda n: "not installed" if n == "plotly" else real(n))
     assert "Missing: pip install plotly" in env_report().hints
+
+
+def test_a_jupyterlab_from_another_environment_leads_to_advice(monkeypatch) -> None:
+    import psutil
+
+    monkeypatch.setenv("JPY_PARENT_PID", str(os.getpid()))
+    assert not [hint for hint in env_report().hints if "JupyterLab" in hint]
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: ["/elsewhere/bin/python", "jupyter-lab"])
+    assert any("another environment (/elsewhere/bin)" in hint for hint in env_report().hints)
