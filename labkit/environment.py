@@ -174,7 +174,7 @@ def _missing_packages() -> list[str]:
 
 
 def _other_jupyter() -> list[str]:
-    """Advice for a kernel whose JupyterLab runs from another environment, where the widgets' front end may be missing."""
+    """Advice for a kernel whose JupyterLab runs elsewhere, where the front end of widgets may be missing."""
     import psutil
 
     parent = os.environ.get("JPY_PARENT_PID", "")  # set by Jupyter for the kernels that it starts
