@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from labkit.observe import EngineStats, Event, RequestArrived, StepRecord, Trace
-from labkit.scheduling import Request, Scheduler, StepPlan, StepResult
+from labkit.scheduling import Request, RequestStatus, Scheduler, StepPlan, StepResult
 
 from .executor import Executor
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A step between submission and collection."""
+
+    plan: StepPlan
+    start: float
+    error: Exception | None = None
 
 
 class Engine:
@@ -19,6 +30,7 @@ class Engine:
         self.executor = executor
         self.trace = trace
         self.stats = EngineStats()
+        self._under_way: list[_UnderWay] = []  # submitted and not yet collected, oldest first
         self._events: list[Event] = []
         scheduler.kv.events = self._events
 
@@ -50,28 +62,62 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step; return the requests that got tokens or ended in it.
 
-        An exception in the executor ends the requests of this step with finish reason "error" and leaves the
-        others as they were. An interrupt (KeyboardInterrupt) aborts the requests of this step and is raised again.
+        With an executor of depth 2 the next step is scheduled and submitted first, so that it runs while the result
+        of this one is taken in; the very first call then returns nothing yet.
+
+        An exception in the executor ends the requests of its step with finish reason "error" and leaves the others
+        as they were. An interrupt (KeyboardInterrupt) aborts the requests under way and is raised again.
         """
+        try:
+            if self._submit() and len(self._under_way) < self.executor.depth:
+                return []
+            changed = self._collect() if self._under_way else []
+            if not self.has_unfinished:
+                self._forget_steps_under_way()  # run ahead for requests that have ended meanwhile
+            return changed
+        except BaseException:
+            for step in self._under_way:
+                for entry in step.plan.requests:
+                    if entry.request.status is not RequestStatus.FINISHED:
+                        self.finish(entry.request, "abort")
+            self._forget_steps_under_way()
+            raise
+
+    def _submit(self) -> bool:
+        """Schedule a step and hand it to the executor; False if there is nothing to run, or trouble to see to."""
+        if any(step.error for step in self._under_way):
+            return False
         plan = self.scheduler.schedule()
         if not plan.requests:
-            return []
-        num_events_before = len(self._events)
-        start = self.executor.now()
+            return False
+        self._under_way.append(_UnderWay(plan, self.executor.now()))
         try:
             self.executor.submit(plan)
+        except Exception as error:
+            self._under_way[-1].error = error
+        return True
+
+    def _collect(self) -> list[Request]:
+        """Take in the result of the oldest step under way."""
+        step = self._under_way[0]
+        num_events_before = len(self._events)
+        try:
+            if step.error is not None:
+                raise step.error
             result = self.executor.collect()
         except Exception as error:
-            result = StepResult({}, failed={entry.request.request_id: error for entry in plan.requests})
-        except BaseException:
-            for entry in plan.requests:
-                self.finish(entry.request, "abort")
-            raise
+            result = StepResult({}, failed={entry.request.request_id: error for entry in step.plan.requests})
+        del self._under_way[0]
         end = self.executor.now()
-        changed = self.scheduler.update(plan, result)
+        changed = self.scheduler.update(step.plan, result)
         sampled_ids = tuple(r.request_id for r in changed if r.finish_reason != "error")
-        self._record(plan, start, end, num_events_before, sampled_ids)
+        self._record(step.plan, step.start, end, num_events_before, sampled_ids)
         return changed
+
+    def _forget_steps_under_way(self) -> None:
+        if self._under_way:
+            self._under_way.clear()
+            self.executor.reset()
 
     def _record(
         self,

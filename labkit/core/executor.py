@@ -12,8 +12,14 @@ class Executor(Protocol):
 
     ``submit`` starts a step and may return before it is done; ``collect`` waits for the oldest submitted step and
     returns its result. A synchronous executor computes in ``submit`` and hands the result over in ``collect``.
-    An exception from either fails the requests of that step, and only those.
+    An exception from either fails the requests of that step, and only those; the step is then no longer under way.
+
+    ``depth`` is how many steps may be under way at once: 1, or 2 if the executor keeps sampled tokens where it
+    needs them, so that a step can begin before the host knows the tokens of the one before. In such a step a
+    request's newest token lies beyond the end of ``request.token_ids``.
     """
+
+    depth: int
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step."""
@@ -21,6 +27,10 @@ class Executor(Protocol):
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was submitted and return what it produced."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the steps under way: wait until they do no more harm, and drop their results."""
         ...
 
     def now(self) -> float:

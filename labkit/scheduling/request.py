@@ -30,7 +30,8 @@ class Request:
 
     Attributes:
         token_ids: prompt tokens, then generated ones.
-        num_computed_tokens: how many of them have K and V in the cache.
+        num_computed_tokens: how many of them have K and V in the cache, or will have after the steps under way.
+        num_pending_tokens: new tokens that steps under way will bring.
         cache_salt: prefix-cache entries are shared only between equal salts.
         priority: smaller runs first.
         queue_key: (priority, arrival number, sample_index): the order in which requests are served.
@@ -44,6 +45,7 @@ class Request:
         "logprobs",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "parent_id",
@@ -85,6 +87,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.queue_key: tuple[int, int, int] = (priority, 0, 0)
         self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.finish_reason: str | None = None
@@ -127,6 +130,24 @@ class Request:
         child.queue_key = (*self.queue_key[:2], sample_index)
         child.logprobs, child.prompt_logprobs = list(self.logprobs), list(self.prompt_logprobs)
         return child
+
+    def num_runnable_tokens(self, max_model_len: int) -> int:
+        """Tokens that could be computed now: all that are not yet, and the next one even before it is known.
+
+        The executor has a pending token on its device, so a sequence can run one step ahead of what the host has
+        seen. It waits instead if the pending token will be its last for certain, if it is about to fork, or if its
+        sampling looks back at its own tokens.
+        """
+        if self.num_pending_tokens:
+            params = self.sampling_params
+            known_after = len(self.token_ids) + self.num_pending_tokens
+            if (
+                self.num_pending_tokens > 1
+                or params.repetition_penalty != 1
+                or known_after >= self.max_total_tokens(max_model_len)
+            ):
+                return 0
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     def max_total_tokens(self, max_model_len: int) -> int:
         """The longest this request can become."""

@@ -135,8 +135,11 @@ class Scheduler:
     # ------------------------------------------------------------------ one step
 
     def schedule(self) -> StepPlan:
-        """Choose the next step's requests and reserve their blocks; an empty plan means nothing can run."""
-        budget = self.config.max_num_batched_tokens
+        """Choose the next step's requests and reserve their blocks; an empty plan means nothing can run now.
+
+        May be called again before the result is in (see :meth:`Request.num_runnable_tokens`).
+        """
+        budget, limit = self.config.max_num_batched_tokens, self.config.max_model_len
         scheduled: list[ScheduledRequest] = []
         copies: list[tuple[int, int]] = []
         num_preemptions = 0
@@ -144,7 +147,10 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            num_tokens = min(len(request.token_ids) - request.num_computed_tokens, budget)
+            num_tokens = min(request.num_runnable_tokens(limit), budget)
+            if num_tokens == 0:
+                index += 1
+                continue
             new_copies = self.kv.extend(request.request_id, request.num_computed_tokens, num_tokens)
             if new_copies is None:
                 self._preempt(self.running[-1])  # perhaps this very request: then the loop ends
@@ -172,8 +178,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Take in a step's result: append tokens, fork, finish, free. Returns the requests that changed.
 
-        Requests in ``result.failed`` end with finish reason "error"; requests that ended while the step ran are
-        passed over.
+        Results come in the order of their plans. Requests in ``result.failed`` end with finish reason "error";
+        requests that ended or were preempted while the step ran are passed over.
         """
         changed = []
         for entry in plan.requests:
@@ -185,10 +191,11 @@ class Scheduler:
                 self.finish(request, "error", str(result.failed[request_id]))
                 changed.append(request)
                 continue
-            request.num_computed_tokens += entry.num_scheduled_tokens
-            self.kv.commit(request_id, request.token_ids, request.num_computed_tokens)
+            num_computed_tokens = entry.num_computed_tokens + entry.num_scheduled_tokens
+            self.kv.commit(request_id, request.token_ids, num_computed_tokens)
             request.prompt_logprobs.extend(result.prompt_logprobs.get(request_id, ()))
             if entry.num_samples:
+                request.num_pending_tokens -= entry.num_samples
                 tokens, logprobs = result.token_ids[request_id], result.logprobs.get(request_id, ())
                 siblings = [request, *self._fork(request, entry.num_samples - 1)]
                 for sample, sibling in enumerate(siblings):
@@ -201,11 +208,12 @@ class Scheduler:
     # ------------------------------------------------------------------ inside
 
     def _scheduled(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        num_samples = 0
-        if request.num_computed_tokens + num_tokens == len(request.token_ids):
-            num_samples = request.num_sequences
-        table = self.kv.block_table(request.request_id)
-        return ScheduledRequest(request, request.num_computed_tokens, num_tokens, table, num_samples)
+        first = request.num_computed_tokens
+        request.num_computed_tokens += num_tokens
+        reaches_end = request.num_computed_tokens == len(request.token_ids) + request.num_pending_tokens
+        num_samples = request.num_sequences if reaches_end else 0
+        request.num_pending_tokens += num_samples
+        return ScheduledRequest(request, first, num_tokens, self.kv.block_table(request.request_id), num_samples)
 
     def _admissions(self) -> Iterator[Request]:
         """Waiting requests that may run now, each taken off the queue as it is given out."""
@@ -252,7 +260,7 @@ class Scheduler:
         """Take a request's blocks; its tokens are kept and computed again when it is admitted."""
         self.running.remove(request)
         self.kv.free(request.request_id)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_pending_tokens = 0
         request.prompt_logprobs.clear()
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING

@@ -31,7 +31,11 @@ class SimulatedExecutor:
     real run's tokens: then the scheduler and allocator do exactly what they did there.
     """
 
-    def __init__(self, step_cost: StepCost = free_of_charge, next_token: NextToken = filler_token) -> None:
+    def __init__(
+        self, step_cost: StepCost = free_of_charge, next_token: NextToken = filler_token, depth: int = 1
+    ) -> None:
+        """``depth`` 2 lets the scheduler run a step ahead, as a GPU executor does."""
+        self.depth = depth
         self._step_cost = step_cost
         self._next_token = next_token
         self._clock = 0.0
@@ -44,6 +48,9 @@ class SimulatedExecutor:
     def advance_to(self, time: float) -> None:
         """Let the clock run idle until ``time``; it never runs backwards."""
         self._clock = max(self._clock, time)
+
+    def reset(self) -> None:
+        self._submitted.clear()
 
     def submit(self, plan: StepPlan) -> None:
         self._submitted.append(plan)

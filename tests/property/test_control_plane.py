@@ -119,8 +119,8 @@ TestBlockTables.settings = settings(max_examples=60, stateful_step_count=40, dea
 class FaultyExecutor(SimulatedExecutor):
     """Fails whole steps and single requests now and then, as a broken kernel or a bad request would."""
 
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
+    def __init__(self, rng: random.Random, depth: int) -> None:
+        super().__init__(depth=depth)
         self.rng = rng
 
     def submit(self, plan: StepPlan) -> None:
@@ -141,7 +141,7 @@ def test_soak_5000_random_requests_on_a_tiny_pool(seed: int):
     rng = random.Random(seed)
     kv = KVCacheManager(rng.choice([24, 48]), 4, enable_prefix_caching=seed != 3)
     config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=rng.choice([12, 48]), max_model_len=80)
-    engine = Engine(Scheduler(config, kv), FaultyExecutor(rng))
+    engine = Engine(Scheduler(config, kv), FaultyExecutor(rng, depth=1 + seed % 2))
     ends: Counter[str | None] = Counter()
     num_admitted, num_sequences, steps = 0, 0, 0
     while num_admitted < 5000 or engine.has_unfinished:

@@ -204,6 +204,43 @@ def test_abort_frees_waiting_and_running_sequences_and_their_ids():
     assert [r.finish_reason for r in run(e)] == ["length"]
 
 
+def mixed_requests() -> list[Request]:
+    options = [{"n": 3}, {"min_tokens": 3}, {"max_tokens": 1}, {"ignore_eos": True}, {}, {}]
+    return [
+        request(f"r{i}", 3 + 5 * i, **{"max_tokens": 12} | options[i % 6], seed=i, eos_token_ids=range(1000, 4000))
+        for i in range(24)
+    ]
+
+
+@pytest.mark.parametrize("num_blocks", [200, 24])
+def test_running_a_step_ahead_changes_no_token(num_blocks: int):
+    results = []
+    for depth in (1, 2):
+        kv = KVCacheManager(num_blocks, 4)
+        config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=40, max_model_len=96)
+        e = Engine(Scheduler(config, kv), SimulatedExecutor(depth=depth))
+        prompts = [r for r in mixed_requests() if r.num_tokens < 80]
+        for r in prompts:
+            e.add_request(r)
+        ended = run(e)
+        results.append({r.request_id: (r.token_ids, r.finish_reason) for r in ended})
+    assert results[0] == results[1]
+    assert {reason for _, reason in results[0].values()} == {"stop", "length"}
+
+
+def test_a_step_ahead_is_under_way_when_the_first_result_comes_in():
+    kv = KVCacheManager(64, 4)
+    executor = SimulatedExecutor(depth=2)
+    e = Engine(Scheduler(SchedulerConfig(max_model_len=64), kv), executor)
+    r = request("a", 5, max_tokens=3)
+    e.add_request(r)
+    assert e.step() == [] and r.num_output_tokens == 0
+    assert e.step() == [r] and r.num_output_tokens == 1
+    assert len(executor._submitted) == 1
+    run(e)
+    assert len(executor._submitted) == 0 and r.num_output_tokens == 3
+
+
 class FailsOnce(SimulatedExecutor):
     def collect(self):
         result = super().collect()
@@ -215,15 +252,16 @@ class FailsOnce(SimulatedExecutor):
     broken = False
 
 
-def test_a_failing_step_fails_its_requests_and_no_others():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failing_step_fails_its_requests_and_no_others(depth: int):
     kv = KVCacheManager(64, 4)
-    executor = FailsOnce()
+    executor = FailsOnce(depth=depth)
     e = Engine(Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64), kv), executor)
     requests = [request(name, 5) for name in "abc"]
     for r in requests:
         e.add_request(r)
     executor.broken = True
-    assert {r.request_id for r in e.step()} == {"a", "b"}
+    assert {r.request_id for r in e.step() or e.step()} == {"a", "b"}
     kv.check()
     assert run(e) == [requests[2]]
     assert [r.finish_reason for r in requests] == ["error", "error", "length"]
