@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -11,7 +12,7 @@ import triton
 from .decode import decode_kernel
 from .pages import KVPages, check_attention_inputs
 from .prefill import prefill_kernel
-from .tuning import DecodeTile, decode_tile, prefill_tile
+from .tuning import DecodeTile, PrefillTile, decode_tile, prefill_tile
 
 
 @functools.cache
@@ -98,6 +99,8 @@ def paged_attention(
     check_attention_inputs(q, kv, block_table, seq_lens, query_start_loc, sliding_window, softcap, sinks)
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
+    if q.dtype == torch.bfloat16 and not q.is_cuda:
+        raise TypeError("Triton's interpreter cannot multiply bfloat16 matrices: on CPU use float16 or float32")
     num_tokens, num_q_heads, head_dim_k = q.shape
     head_dim_v = kv.v.shape[3]
     if out is None:
@@ -115,15 +118,34 @@ def paged_attention(
     launch = AttentionLaunch(
         q, kv, block_table, seq_lens, query_start_loc, out, scale, sliding_window, softcap, sinks, group, dk, dv
     )
-    launch.decode(tile, workspace, max_query_len)
+    launch.decode(tile, workspace, max_query_len).run()
     if max_query_len * group > tile.block_m:
-        launch.prefill(prefill_tile(capability, group, max(dk, dv), q.element_size()), tile.block_m)
+        launch.prefill(prefill_tile(capability, group, max(dk, dv), q.element_size()), tile.block_m).run()
     return out
 
 
 @dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A kernel with all that its launch needs; compile_report.py compiles the same thing without a GPU."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    tile: DecodeTile | PrefillTile
+
+    def options(self) -> dict[str, Any]:
+        """How to compile: warps a program and, where the tile asks for it, a cap on registers a thread."""
+        cap = {} if self.tile.max_registers is None else {"maxnreg": self.tile.max_registers}
+        return {"num_warps": self.tile.num_warps} | cap
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.constants, **self.options())
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionLaunch:
-    """The arguments that both kernels share."""
+    """The arguments that both kernels share, and the two calls made from them."""
 
     q: torch.Tensor
     kv: KVPages
@@ -159,27 +181,32 @@ class AttentionLaunch:
         num_seqs = self.seq_lens.shape[0]
         return dict(
             GROUP=self.group, HEAD_DIM_K=self.q.shape[2], HEAD_DIM_V=self.kv.v.shape[3], DK=self.dk, DV=self.dv,
-            BLOCK_SIZE=self.kv.block_size,
+            BLOCK_SIZE=self.kv.block_size, SAME_STRIDES=self.kv.k.stride() == self.kv.v.stride(),
             SEQS=256 if num_seqs <= 256 else max(1024, triton.next_power_of_2(num_seqs)),
             SOFTCAP=self.softcap is not None, WINDOWED=self.sliding_window is not None,
             HAS_SINKS=self.sinks is not None, PRECISION="ieee" if self.q.element_size() == 4 else "tf32",
         )  # fmt: skip
 
-    def decode(self, tile: DecodeTile, workspace: Workspace, max_query_len: int) -> None:
+    def decode(self, tile: DecodeTile, workspace: Workspace, max_query_len: int) -> KernelCall:
         rows = triton.next_power_of_2(self.group) if max_query_len == 1 else tile.block_m
-        decode_kernel[(workspace.arrivals.shape[0],)](
+        arguments = (
             *self.tensors(), workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
-            self.seq_lens.shape[0], self.q.shape[0], *self.scalars(), **self.constants(),
-            NUM_KV_HEADS=self.kv.num_kv_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            ROWS=rows, PARTS=max(1, 4096 // (rows * self.dv)), MIN_TILES=triton.cdiv(tile.min_tokens, tile.block_n),
-            STAGES=tile.num_stages, num_warps=tile.num_warps,
+            self.seq_lens.shape[0], self.q.shape[0], triton.cdiv(tile.min_tokens, tile.block_n), *self.scalars(),
         )  # fmt: skip
+        constants = dict(
+            NUM_KV_HEADS=self.kv.num_kv_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            ROWS=rows, PARTS=max(1, 512 * tile.num_warps // (rows * self.dv)),
+            STAGES=tile.num_stages,
+        )  # fmt: skip
+        grid = (workspace.arrivals.shape[0],)
+        return KernelCall(decode_kernel, grid, arguments, self.constants() | constants, tile)
 
-    def prefill(self, tile, max_decode_rows: int) -> None:
+    def prefill(self, tile: PrefillTile, max_decode_rows: int) -> KernelCall:
         block_q = tile.block_m // self.group
         grid = (self.kv.num_kv_heads, self.q.shape[0] // block_q + self.seq_lens.shape[0])
-        prefill_kernel[grid](
-            *self.tensors(), self.seq_lens.shape[0], *self.scalars(), **self.constants(),
+        constants = dict(
             BLOCK_M=tile.block_m, BLOCK_Q=block_q, BLOCK_N=tile.block_n, MAX_DECODE_ROWS=max_decode_rows,
-            STAGES=tile.num_stages, num_warps=tile.num_warps,
+            STAGES=tile.num_stages,
         )  # fmt: skip
+        arguments = (*self.tensors(), self.seq_lens.shape[0], *self.scalars())
+        return KernelCall(prefill_kernel, grid, arguments, self.constants() | constants, tile)

@@ -49,7 +49,7 @@ def attend_with_dot(
     q_rows, row_ok, k, v, table_row, begin, end, visible_from, row_pos, window, inner_scale, score_scale,
     k_block, k_slot, v_block, v_slot, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(acc, m, l) of BLOCK_M query rows over keys [begin, end), on the tensor cores."""
     dk = tl.arange(0, DK)
@@ -67,7 +67,7 @@ def attend_with_dot(
         # hold more than 2^31 numbers. What lies outside is never read: unused slots may hold NaN, and 0 x NaN = NaN.
         block = tl.load(table_row + pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         k_row = block * k_block + (pos % BLOCK_SIZE) * k_slot
-        v_row = block * v_block + (pos % BLOCK_SIZE) * v_slot
+        v_row = k_row if SAME_STRIDES else block * v_block + (pos % BLOCK_SIZE) * v_slot  # saves registers
         k_ok = inside[:, None] & (dk < HEAD_DIM_K)[None, :]
         v_ok = inside[:, None] & (dv < HEAD_DIM_V)[None, :]
         k_tile = tl.load(k + k_row[:, None] + dk[None, :], mask=k_ok, other=0.0)
@@ -92,7 +92,7 @@ def attend_with_fma(
     q_row, k, v, table_row, begin, end, visible_from, inner_scale, score_scale,
     k_block, k_slot, v_block, v_slot, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """(acc, m, l) of one query row over keys [begin, end), without tensor cores: for MHA, where a tile is one row.
 
@@ -112,7 +112,7 @@ def attend_with_fma(
             inside = inside & (pos >= visible_from)
         block = tl.load(table_row + pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         k_row = block * k_block + (pos % BLOCK_SIZE) * k_slot
-        v_row = block * v_block + (pos % BLOCK_SIZE) * v_slot
+        v_row = k_row if SAME_STRIDES else block * v_block + (pos % BLOCK_SIZE) * v_slot  # saves registers
         k_ok = inside[:, None] & (dk < HEAD_DIM_K)[None, :]
         v_ok = inside[:, None] & (dv < HEAD_DIM_V)[None, :]
         k_tile = tl.load(k + k_row[:, None] + dk[None, :], mask=k_ok, other=0.0)
@@ -161,17 +161,18 @@ def merge_parts(
     return acc, m, l
 
 
-@triton.jit
+# Sizes that change from step to step: not specialised, so that no batch size compiles a kernel of its own.
+@triton.jit(do_not_specialize=["num_seqs", "num_rows_out", "min_tiles", "window", "table_stride"])
 def decode_kernel(
     q, k, v, block_table, seq_lens, query_start_loc, sinks, out,
     partial_acc, partial_m, partial_l, arrivals,
-    num_seqs, num_rows_out, window, inner_scale, score_scale,
+    num_seqs, num_rows_out, min_tiles, window, inner_scale, score_scale,
     q_token, q_head, out_token, out_head, table_stride,
     k_block, k_head, k_slot, v_block, v_head, v_slot,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    MIN_TILES: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -186,7 +187,7 @@ def decode_kernel(
     _, all_tiles = decode_tiles(all_lens, all_query_lens, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
     line_end = tl.cumsum(all_tiles, 0) * NUM_KV_HEADS
     total = tl.sum(all_tiles, 0) * NUM_KV_HEADS
-    share = tl.maximum((total + num_programs - 1) // num_programs, MIN_TILES)
+    share = tl.maximum((total + num_programs - 1) // num_programs, min_tiles)
 
     tile = program * share
     last_tile = tl.minimum(tile + share, total)
@@ -215,14 +216,16 @@ def decode_kernel(
             acc, m, l = attend_with_fma(
                 q + query_start.to(tl.int64) * q_token + head * q_head, k_heads, v_heads, table_row,
                 begin, end, visible_from, inner_scale, score_scale, k_block, k_slot, v_block, v_slot,
-                HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N, STAGES, SOFTCAP, WINDOWED,
+                HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N, STAGES, SAME_STRIDES,
+                SOFTCAP, WINDOWED,
             )  # fmt: skip
         else:
             acc, m, l = attend_with_dot(
                 q_row, row < query_len * GROUP, k_heads, v_heads, table_row,
                 begin, end, visible_from, seq_len - query_len + row // GROUP, window, inner_scale, score_scale,
                 k_block, k_slot, v_block, v_slot,
-                HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, SOFTCAP, WINDOWED, PRECISION,
+                HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, SAME_STRIDES,
+                SOFTCAP, WINDOWED, PRECISION,
             )  # fmt: skip
 
         if (tile == pair_begin) & (stop == pair_end):

@@ -25,7 +25,7 @@ def attend(
     acc, m, l, q_tile, k, v, table_row, begin, end, seq_len, visible_from, row_pos, window, inner_scale, score_scale,
     k_block, k_slot, v_block, v_slot, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add keys [begin, end) to (acc, m, l); without MASKED every row sees every one of them."""
     dk = tl.arange(0, DK)
@@ -44,7 +44,7 @@ def attend(
         else:
             block = tl.load(table_row + pos // BLOCK_SIZE).to(tl.int64)
         k_row = block * k_block + (pos % BLOCK_SIZE) * k_slot
-        v_row = block * v_block + (pos % BLOCK_SIZE) * v_slot
+        v_row = k_row if SAME_STRIDES else block * v_block + (pos % BLOCK_SIZE) * v_slot  # saves registers
         k_tile = tl.load(k + k_row[:, None] + dk[None, :], mask=k_ok, other=0.0)
         v_tile = tl.load(v + v_row[:, None] + dv[None, :], mask=v_ok, other=0.0)
 
@@ -63,7 +63,7 @@ def attend(
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "window", "table_stride"])
 def prefill_kernel(
     q, k, v, block_table, seq_lens, query_start_loc, sinks, out,
     num_seqs, window, inner_scale, score_scale,
@@ -71,7 +71,7 @@ def prefill_kernel(
     k_block, k_head, k_slot, v_block, v_head, v_slot,
     GROUP: tl.constexpr, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
-    MAX_DECODE_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    MAX_DECODE_ROWS: tl.constexpr, STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -115,12 +115,12 @@ def prefill_kernel(
         acc, m, l = attend(
             acc, m, l, q_tile, k, v, table_row, 0, masked_from, seq_len, 0, row_pos, window, inner_scale, score_scale,
             k_block, k_slot, v_block, v_slot, HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N, STAGES,
-            SOFTCAP, False, False, PRECISION,
+            SAME_STRIDES, SOFTCAP, False, False, PRECISION,
         )  # fmt: skip
     acc, m, l = attend(
         acc, m, l, q_tile, k, v, table_row, masked_from, end, seq_len, visible_from, row_pos, window,
         inner_scale, score_scale, k_block, k_slot, v_block, v_slot, HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N,
-        STAGES, SOFTCAP, WINDOWED, True, PRECISION,
+        STAGES, SAME_STRIDES, SOFTCAP, WINDOWED, True, PRECISION,
     )  # fmt: skip
     out_row = out + (query_start + token).to(tl.int64) * out_token + q_head_index * out_head
     store_output(acc, m, l, sinks, q_head_index, out_row, row_ok, HEAD_DIM_V, DV, HAS_SINKS)

@@ -5,7 +5,7 @@ Nothing is searched at import or at the first call. A GPU that is not listed tak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,7 @@ class DecodeTile:
 
     programs_per_sm: the launch has this many programs a multiprocessor, each with an equal share of all tiles.
     min_tokens: no share is smaller than this many keys, so that short work is not cut into crumbs.
+    max_registers: cap on registers a thread, so that more programs share a multiprocessor; None lets ptxas choose.
     """
 
     block_m: int
@@ -22,16 +23,18 @@ class DecodeTile:
     num_stages: int
     programs_per_sm: int
     min_tokens: int
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """block_m: query rows of a tile (tokens x heads of a group). block_n: keys of a tile."""
+    """block_m: query rows of a tile (tokens x heads of a group). block_n: keys of a tile. max_registers: as above."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 # (largest padded head size, tile); the first row that fits is taken. 16-bit KV.
@@ -71,7 +74,7 @@ def decode_tile(capability: int, group: int, padded_head_dim: int, element_size:
         tile = _lookup(DECODE_GQA[generation(capability)], padded_head_dim)
     block_m = 1 if group == 1 and tile.block_m == 1 else max(tile.block_m, 1 << (group - 1).bit_length())
     block_n = max(16, tile.block_n * 2 // max(2, element_size))
-    return DecodeTile(block_m, block_n, tile.num_warps, tile.num_stages, tile.programs_per_sm, tile.min_tokens)
+    return replace(tile, block_m=block_m, block_n=block_n)
 
 
 def prefill_tile(capability: int, group: int, padded_head_dim: int, element_size: int = 2) -> PrefillTile:
@@ -80,7 +83,7 @@ def prefill_tile(capability: int, group: int, padded_head_dim: int, element_size
     block_m = max(tile.block_m, 1 << (group - 1).bit_length())
     if element_size > 2:  # float32 is for tests: small tiles, no tensor cores
         return PrefillTile(max(32, 1 << (group - 1).bit_length()), 32, 4, 1)
-    return PrefillTile(block_m, tile.block_n, tile.num_warps, tile.num_stages)
+    return replace(tile, block_m=block_m)
 
 
 def _lookup(rows, padded_head_dim: int):
