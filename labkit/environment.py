@@ -99,7 +99,7 @@ def env_report() -> EnvironmentReport:
     Imports torch (seconds, the first time). Never raises for something missing: it says so, and how to get it.
     """
     gpus = list_gpus()
-    backend, torch_hints = choose_backend(gpus)
+    backend, torch_hints = default_backend(gpus)
     model, model_hints = _embedded_model()
     return EnvironmentReport(
         versions={"labkit": _version("kv-labkit"), "python": platform.python_version()}
@@ -145,25 +145,36 @@ def _read_gpu(index: int, driver: str) -> GPU:
     )
 
 
-def choose_backend(gpus: tuple[GPU, ...]) -> tuple[Backend, list[str]]:
+def default_backend(gpus: tuple[GPU, ...]) -> tuple[Backend, list[str]]:
     """The backend that `LLM()` takes by default on this machine, and what to do if a GPU is left unused."""
     try:
         import torch
+
+        from labkit.engine.backends import choose_backend
     except (ImportError, OSError) as error:
-        return Backend("cpu", "none", f"torch cannot be imported ({error})"), ["Install torch: pip install torch"]
-    if torch.cuda.is_available():
-        return Backend("cuda", "triton", f"torch {torch.__version__} sees {torch.cuda.get_device_name()}"), []
-    if not gpus:
-        return Backend("cpu", "torch", "no GPU found, so vectorised PyTorch on the CPU"), []
+        advice = "Install labkit again with all its dependencies: pip install ."
+        return Backend("cpu", "none", f"the engine cannot be imported ({error})"), [advice]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    backend = Backend(device, *choose_backend(device))
+    if device == "cuda" or not gpus:
+        return backend, []
     if torch.version.cuda is None:
-        advice = "This torch is a build without CUDA: install one with CUDA to use the GPU."
+        advice = "There is a GPU, but this torch is a build without CUDA: install one with CUDA to use it."
     else:
-        advice = f"Update the NVIDIA driver ({gpus[0].driver}) to one that supports CUDA {torch.version.cuda}."
-    return Backend("cpu", "torch", "there is a GPU, but this torch cannot use it"), [advice]
+        advice = f"There is a GPU: update its driver ({gpus[0].driver}) to one that supports CUDA {torch.version.cuda}."
+    return backend, [advice]
 
 
 def _embedded_model() -> tuple[str, list[str]]:
-    return "", []
+    name = "SmolLM2-135M-Instruct"
+    try:
+        from labkit.models import embedded
+    except (ImportError, OSError) as error:
+        return f"{name}: labkit.models cannot be imported ({error})", []
+    folder = embedded.cached()
+    if folder is None:
+        return f"{name}, not fetched yet", ["Get the embedded model, once, about 90 MB: labkit models fetch"]
+    return f"{name} in {folder}", []
 
 
 def _missing_packages() -> list[str]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from labkit import environment
-from labkit.environment import GPU, Backend, EnvironmentReport, choose_backend, env_report
+from labkit.environment import GPU, Backend, EnvironmentReport, default_backend, env_report
 
 H200 = GPU("NVIDIA H200", 141 << 30, 100 << 30, "580.1", (9, 0))
 
@@ -58,11 +58,11 @@ def test_a_gpu_that_torch_cannot_use_leads_to_advice(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    backend, hints = choose_backend((H200,))
+    backend, hints = default_backend((H200,))
     assert (backend.device, backend.attention) == ("cpu", "torch")
     assert "build without CUDA" in hints[0]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "Update the NVIDIA driver (580.1)" in choose_backend((H200,))[1][0]
+    assert "update its driver (580.1)" in default_backend((H200,))[1][0]
 
 
 def test_a_missing_package_leads_to_advice(monkeypatch) -> None:
