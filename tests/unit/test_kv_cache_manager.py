@@ -81,7 +81,7 @@ def test_cached_blocks_outlive_their_sequence_until_they_are_needed():
     assert len(kv.match_prefix([*range(8), 9])) == 2
     assert kv.admit("b", 12)  # takes the two empty blocks, then evicts the end of a's sequence
     assert len(kv.match_prefix([*range(8), 9])) == 1
-    assert BlocksEvicted((1,)) in kv.events
+    assert BlocksEvicted((1,)) in (kv.events or [])
     kv.check()
 
 

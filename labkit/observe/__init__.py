@@ -1,0 +1,37 @@
+"""What happened?
+
+Exports the event types and :class:`StepRecord`, the :class:`Trace` that keeps, saves and loads them, and
+:class:`EngineStats`. Everything that a figure or a widget shows of a run comes from here.
+"""
+
+from .events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksEvicted,
+    BlocksFreed,
+    BlocksShared,
+    Event,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    StepRecord,
+)
+from .stats import EngineStats
+from .trace import Trace
+
+__all__ = [
+    "BlockCopied",
+    "BlocksAllocated",
+    "BlocksCached",
+    "BlocksEvicted",
+    "BlocksFreed",
+    "BlocksShared",
+    "EngineStats",
+    "Event",
+    "RequestArrived",
+    "RequestFinished",
+    "RequestPreempted",
+    "StepRecord",
+    "Trace",
+]
