@@ -42,7 +42,9 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request; it runs when :meth:`step` is called. Raises ValueError if it can never fit."""
         self.scheduler.add(request)
-        arrived = RequestArrived(request.request_id, request.num_prompt_tokens, self.executor.now())
+        if request.arrival_time is None:
+            request.arrival_time = self.executor.now()
+        arrived = RequestArrived(request.request_id, request.num_prompt_tokens, request.arrival_time)
         self._events.append(arrived)
 
     def abort(self, request_id: str) -> bool:

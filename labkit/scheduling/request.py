@@ -33,6 +33,7 @@ class Request:
         num_computed_tokens: how many of them have K and V in the cache, or will have after the steps under way.
         num_pending_tokens: new tokens that steps under way will bring.
         cache_salt: prefix-cache entries are shared only between equal salts.
+        arrival_time: seconds on the executor's clock; None becomes the moment when the engine takes it.
         priority: smaller runs first.
         queue_key: (priority, arrival number, sample_index): the order in which requests are served.
         parent_id, sample_index: set for the sequences forked from a request with n > 1.
@@ -68,7 +69,7 @@ class Request:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         *,
-        arrival_time: float = 0.0,
+        arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         eos_token_ids: Sequence[int] = (),

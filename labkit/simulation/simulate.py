@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from labkit.core import Engine
 from labkit.observe import Trace
@@ -28,21 +28,28 @@ def simulate(
     to the next arrival. Raises ValueError for a request that can never fit, or if arrivals are out of order.
     """
     engine = Engine(scheduler, executor, trace)
-    arrivals = iter(requests)
+    arrivals = _in_order(requests)
     upcoming = next(arrivals, None)
     while upcoming is not None or engine.has_unfinished:
-        if not engine.has_unfinished and upcoming is not None:
-            executor.advance_to(upcoming.arrival_time)
-        while upcoming is not None and upcoming.arrival_time <= executor.now():
-            engine.add_request(upcoming)
-            following = next(arrivals, None)
-            if following is not None and following.arrival_time < upcoming.arrival_time:
-                raise ValueError(
-                    f"requests must be in order of arrival_time, got {following.request_id!r} at "
-                    f"{following.arrival_time} after {upcoming.arrival_time}"
-                )
-            upcoming = following
+        if upcoming is not None and not engine.has_unfinished:
+            executor.advance_to(upcoming[0])
+        while upcoming is not None and upcoming[0] <= executor.now():
+            engine.add_request(upcoming[1])
+            upcoming = next(arrivals, None)
         engine.step()
         if on_step is not None:
             on_step(engine)
     return engine
+
+
+def _in_order(requests: Iterable[Request]) -> Iterator[tuple[float, Request]]:
+    """Requests with their arrival times (0 where none is given); ValueError at the first that goes back."""
+    last = 0.0
+    for request in requests:
+        time = request.arrival_time or 0.0
+        if time < last:
+            raise ValueError(
+                f"requests must be in order of arrival_time, got {request.request_id!r} at {time} after {last}"
+            )
+        last = time
+        yield time, request
