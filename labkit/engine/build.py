@@ -1,0 +1,209 @@
+"""Putting an engine together: check the options, load the model, size the pool, wire the parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from labkit.core import Engine
+from labkit.memory import (
+    ContiguousKVManager,
+    KVAllocator,
+    KVCacheManager,
+    reserve_max,
+    reserve_nothing,
+    reserve_oracle,
+    reserve_power_of_two,
+)
+from labkit.models import load_model, require_supported
+from labkit.observe import Trace
+from labkit.scheduling import Scheduler, SchedulerConfig, StaticScheduler
+
+from .attention import attach, detach
+from .backends import load_backend
+from .kv_storage import KVStorage, record_layer_shapes
+from .memory_plan import MemoryPlan, plan_memory
+from .model_executor import ModelExecutor
+
+KV_ALLOCATORS = ("paged", "reserve_max", "reserve_power_of_two", "reserve_oracle", "first_fit")
+SCHEDULERS = {"continuous": Scheduler, "static": StaticScheduler}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The arguments of :class:`LLM` that shape the engine, checked."""
+
+    max_model_len: int | None
+    block_size: int
+    gpu_memory_utilization: float
+    num_gpu_blocks_override: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    enable_prefix_caching: bool
+    kv_cache_dtype: str
+    swap_space: float
+    tensor_parallel_size: int
+    quantization: str | None
+    enforce_eager: bool | None
+    seed: int
+    attention_backend: str
+    kv_allocator: str
+    scheduler: str
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "num_gpu_blocks_override", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                _require_positive_int(name, getattr(self, name))
+        for name in ("block_size", "max_num_seqs", "tensor_parallel_size"):
+            _require_positive_int(name, getattr(self, name))
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two >= 1, got {self.block_size}")
+        if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an integer, got {self.seed!r}")
+        _require_one_of("kv_allocator", self.kv_allocator, KV_ALLOCATORS)
+        _require_one_of("scheduler", self.scheduler, SCHEDULERS)
+        _require_one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
+        self._refuse_what_is_not_built()
+
+    def _refuse_what_is_not_built(self) -> None:
+        missing = {
+            f"kv_cache_dtype={self.kv_cache_dtype!r}": self.kv_cache_dtype != "auto",
+            f"swap_space={self.swap_space!r}": self.swap_space != 0,
+            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size != 1,
+            f"quantization={self.quantization!r}": self.quantization is not None,
+            "enforce_eager=False (CUDA graphs)": self.enforce_eager is False,
+        }
+        for argument, asked_for in missing.items():
+            if asked_for:
+                raise NotImplementedError(f"{argument} is not built yet: leave it out")
+
+
+def _require_positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer >= 1, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be >= 1, got {value}")
+
+
+def _require_one_of(name: str, value: object, allowed: object) -> None:
+    names = tuple(allowed)  # type: ignore[arg-type]
+    if value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+
+
+def resolve_model(
+    model: str | Path | PreTrainedModel | None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load what was named, or take the module that was passed. Raises ValueError for what cannot be served."""
+    chosen = _checked_device(device)
+    if isinstance(model, torch.nn.Module):
+        if isinstance(tokenizer, str | Path):
+            raise ValueError(f"with a module as model, tokenizer must be a tokenizer object or None, got {tokenizer!r}")
+        if dtype not in ("auto", model.dtype):
+            raise ValueError(f"dtype must be 'auto' with a module as model (it is {model.dtype}), got {dtype!r}")
+        if device is not None and (chosen.type, chosen.index or 0) != (model.device.type, model.device.index or 0):
+            raise ValueError(f"the model is on {model.device}, device says {device!r}: move the model first")
+        loaded = model.eval(), tokenizer
+    else:
+        loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=chosen, trust_remote_code=trust_remote_code)
+    require_supported(loaded[0])
+    return loaded
+
+
+def _checked_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from error
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every token that ends a sequence, by the generation config and by the tokenizer."""
+    generation_config = getattr(model, "generation_config", None)
+    eos = getattr(generation_config, "eos_token_id", None)
+    ids = set(eos) if isinstance(eos, list | tuple) else {eos}
+    if tokenizer is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(token_id for token_id in ids if token_id is not None))
+
+
+@dataclass(slots=True)
+class BuiltEngine:
+    """The engine and what an :class:`LLM` needs to know of its making."""
+
+    engine: Engine
+    storage: KVStorage
+    memory: MemoryPlan
+    backend_name: str
+    previous_attention: str
+
+    def release(self, model: PreTrainedModel) -> None:
+        """Free the pool's tensors and give ``model`` its own attention back."""
+        detach(model, self.previous_attention)
+        self.storage.release()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
+    """Size the pool, allocate it and connect scheduler, allocator and executor.
+
+    On any error the model has its own attention again.
+    """
+    backend_name, backend = load_backend(options.attention_backend, model.device)
+    previous_attention = attach(model)
+    try:
+        shapes = record_layer_shapes(model)
+        max_num_batched_tokens = options.max_num_batched_tokens
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = max(options.max_num_seqs, 8192 if model.device.type == "cuda" else 2048)
+        memory = plan_memory(
+            model,
+            shapes,
+            block_size=options.block_size,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_blocks=options.num_gpu_blocks_override,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+        )
+        config = SchedulerConfig(options.max_num_seqs, max_num_batched_tokens, memory.max_model_len)
+        scheduler = SCHEDULERS[options.scheduler](config, _make_allocator(options, memory))  # checks the pool's size
+        storage = KVStorage(shapes, memory.num_blocks, memory.block_size, model.device)
+        trace = Trace(
+            memory.num_blocks,
+            memory.block_size,
+            model=model.config.name_or_path or type(model).__name__,
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            attention_backend=backend_name,
+        )
+        engine = Engine(scheduler, ModelExecutor(model, storage, backend), trace)
+    except BaseException:
+        detach(model, previous_attention)
+        raise
+    return BuiltEngine(engine, storage, memory, backend_name, previous_attention)
+
+
+def _make_allocator(options: EngineOptions, memory: MemoryPlan) -> KVAllocator:
+    num_blocks, block_size = memory.num_blocks, memory.block_size
+    if options.kv_allocator == "paged":
+        return KVCacheManager(num_blocks, block_size, enable_prefix_caching=options.enable_prefix_caching)
+    reservation = {
+        "reserve_max": reserve_max(memory.max_model_len),
+        "reserve_power_of_two": reserve_power_of_two,
+        "reserve_oracle": reserve_oracle,
+        "first_fit": reserve_nothing,
+    }[options.kv_allocator]
+    return ContiguousKVManager(num_blocks, block_size, reservation)

@@ -1,0 +1,354 @@
+"""The front door: text or token ids in, :class:`RequestOutput` out. Names and behaviour follow vLLM's ``LLM``."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from labkit.core import Engine
+from labkit.observe import EngineStats, Trace
+from labkit.scheduling import Request, SamplingParams
+
+from .memory_monitor import MemoryMonitor
+from .memory_plan import MemoryPlan
+from .outputs import RequestOutput, RequestTracker
+from .prompts import Prompt, PromptLike, PromptReader
+from .random_draws import draw_key
+from .build import EngineOptions, build_engine, eos_token_ids, resolve_model
+
+
+class LLM:
+    """Generates with a Hugging Face model through a paged KV cache.
+
+    ::
+
+        llm = LLM()                                   # the embedded model, or "org/name", a folder, a .gguf, a module
+        for output in llm.generate(["Hello, my name is"], SamplingParams(temperature=0)):
+            print(output.outputs[0].text)
+
+    Args that are not vLLM's: ``attention_backend`` ("auto", "torch", "triton"); ``kv_allocator`` ("paged", or for
+    comparison "reserve_max", "reserve_power_of_two", "reserve_oracle", "first_fit"); ``scheduler`` ("continuous", or
+    for comparison "static"). Raises ValueError or TypeError naming the argument, its value and the allowed range;
+    NotImplementedError naming an argument whose feature does not exist yet.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel | None = None,
+        *,
+        tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        gpu_memory_utilization: float = 0.9,
+        num_gpu_blocks_override: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        kv_cache_dtype: str = "auto",
+        swap_space: float = 0,
+        tensor_parallel_size: int = 1,
+        quantization: str | None = None,
+        enforce_eager: bool | None = None,
+        seed: int = 0,
+        attention_backend: str = "auto",
+        trust_remote_code: bool = False,
+        kv_allocator: str = "paged",
+        scheduler: str = "continuous",
+    ) -> None:
+        options = EngineOptions(
+            max_model_len=max_model_len,
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_cache_dtype=kv_cache_dtype,
+            swap_space=swap_space,
+            tensor_parallel_size=tensor_parallel_size,
+            quantization=quantization,
+            enforce_eager=enforce_eager,
+            seed=seed,
+            attention_backend=attention_backend,
+            kv_allocator=kv_allocator,
+            scheduler=scheduler,
+        )
+        self.model, self._tokenizer = resolve_model(model, tokenizer, dtype, device, trust_remote_code)
+        self._built = build_engine(self.model, options)
+        self.engine: Engine = self._built.engine
+        self.memory: MemoryPlan = self._built.memory
+        self.max_model_len = self.memory.max_model_len
+        self._prompts = PromptReader(self._tokenizer, self.model.get_input_embeddings().num_embeddings)
+        self._eos_token_ids = eos_token_ids(self.model, self._tokenizer)
+        self._seed = seed
+        self._num_requests = 0
+        self._trackers: dict[str, RequestTracker] = {}  # of unfinished requests
+        self._inboxes: dict[str, _Inbox] = {}  # where the outputs of each of them go
+        self._step_outputs = _Inbox(wants_partial=True)
+        self._closed = False
+
+    # ------------------------------------------------------------------ whole calls
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or a list of them; outputs in the order of the prompts.
+
+        All prompts and params are checked before any request is admitted. A request whose step failed (out of
+        memory, say) comes back with finish reason "error" and a warning; the others are not affected.
+        """
+        requests = self._make_requests(self._prompts.read_all(prompts), sampling_params)
+        done: dict[str, RequestOutput] = {}
+        inbox = _Inbox(wants_partial=False)
+        num_tokens = 0
+        bar = tqdm(total=len(requests), disable=not use_tqdm, desc="Requests", unit="req")
+        with bar, closing(self._run(requests, inbox)) as finished:
+            for output in finished:
+                done[output.request_id] = output
+                num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                bar.update()
+                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.1f} tokens/s")
+        outputs = [done[request.request_id] for request, _ in requests]
+        for output in outputs:
+            for completion in output.outputs:
+                if completion.finish_reason == "error":
+                    warnings.warn(f"request {output.request_id} failed: {completion.stop_reason}", stacklevel=2)
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation, or of each in a list.
+
+        ``messages`` is a list of {"role": ..., "content": ...}; ``template_options`` go to the chat template.
+        """
+        if self._tokenizer is None:
+            raise ValueError("chat needs a tokenizer with a chat template: pass LLM(tokenizer=...)")
+        if not messages:
+            raise ValueError("messages must hold at least one message, got none")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = []
+        for conversation in conversations:
+            text = self._tokenizer.apply_chat_template(
+                list(conversation), add_generation_prompt=True, tokenize=False, **template_options
+            )
+            # The template wrote the special tokens already.
+            token_ids = self._prompts.encode(str(text), "messages", add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like :meth:`generate`, but yields each request's output so far whenever a step changed it.
+
+        Leaving the loop early aborts what has not finished.
+        """
+        requests = self._make_requests(self._prompts.read_all(prompts), sampling_params)
+        return self._run(requests, _Inbox(wants_partial=True))
+
+    # ------------------------------------------------------------------ one request, one step
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request; :meth:`step` runs it. Smaller ``priority`` first; only equal salts share cached blocks."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
+        checked = self._checked_params(params or SamplingParams(), 1)[0]
+        read = self._prompts.read(prompt)
+        number = self._num_requests
+        request = self._request(request_id, number, read, checked, priority=priority, cache_salt=cache_salt)
+        self._admit([(request, read)], self._step_outputs)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the outputs so far of the requests from :meth:`add_request` that changed."""
+        self._require_open()
+        if self.engine.has_unfinished:
+            self._advance()
+        return self._step_outputs.take()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its blocks are free again. False if there is no such unfinished request."""
+        tracker = self._trackers.get(request_id)
+        if tracker is None:
+            return False
+        sequences = self.engine.scheduler.unfinished(request_id)
+        self.engine.abort(request_id)
+        for request in sequences:
+            tracker.update(request, self.engine.executor.now())
+        self._deliver(request_id, tracker, finished=True)
+        return True
+
+    def has_unfinished(self) -> bool:
+        """Whether :meth:`step` has something to do or to return."""
+        return self.engine.has_unfinished or bool(self._step_outputs.outputs)
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats
+
+    @property
+    def trace(self) -> Trace | None:
+        return self.engine.trace
+
+    @property
+    def attention_backend(self) -> str:
+        """The attention that runs: "torch" or "triton"."""
+        return self._built.backend_name
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self._tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests are not affected."""
+        self.engine.scheduler.kv.reset_prefix_cache()
+
+    def memory_monitor(self, interval: float = 0.1) -> MemoryMonitor:
+        """A monitor of this engine's device; use it as a context manager around what should be watched."""
+        self._require_open()
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        storage = self._built.storage
+        return MemoryMonitor(
+            weights, storage.tensors(), self.engine.scheduler.kv.usage, self.model.device, interval=interval
+        )
+
+    def close(self) -> None:
+        """Abort what runs, release the KV pool and give the model its own attention back. Safe to call twice."""
+        if self._closed:
+            return
+        for request_id in list(self._trackers):
+            self.abort(request_id)
+        self._closed = True
+        self._built.release(self.model)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM is closed: make a new one")
+
+    def _checked_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        listed = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
+        if len(listed) != num_prompts:
+            raise ValueError(f"sampling_params must be one or as many as the {num_prompts} prompts, got {len(listed)}")
+        for one in listed:
+            if not isinstance(one, SamplingParams):
+                raise TypeError(f"sampling_params must be SamplingParams, got {type(one).__name__}")
+            self._prompts.check_params(one)
+        return [copy.copy(one) for one in listed]
+
+    def _make_requests(
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[Request, Prompt]]:
+        self._require_open()
+        checked = self._checked_params(params, len(prompts))
+        free_ids = (n for n in count(self._num_requests) if str(n) not in self._trackers)
+        return [
+            (self._request(str(number), number, prompt, one), prompt)
+            for number, prompt, one in zip(free_ids, prompts, checked, strict=False)
+        ]
+
+    def _request(self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, **options: Any) -> Request:
+        """A request that the scheduler would take; its own seed, if it has none, follows from the engine's."""
+        self._require_open()
+        request = Request(
+            request_id,
+            prompt.token_ids,
+            params,
+            arrival_time=self.engine.executor.now(),
+            eos_token_ids=self._eos_token_ids,
+            seed=draw_key(self._seed, 0, number),
+            **options,
+        )
+        self.engine.scheduler.validate(request)
+        return request
+
+    def _admit(self, requests: list[tuple[Request, Prompt]], inbox: _Inbox) -> None:
+        for request, prompt in requests:
+            self.engine.add_request(request)
+            self._num_requests += 1
+            self._trackers[request.request_id] = RequestTracker(request, prompt.text, self._tokenizer)
+            self._inboxes[request.request_id] = inbox
+
+    def _run(self, requests: list[tuple[Request, Prompt]], inbox: _Inbox) -> Generator[RequestOutput]:
+        """Admit requests and step until they have ended; whatever cuts this short aborts them."""
+        ids = [request.request_id for request, _ in requests]
+        try:
+            self._admit(requests, inbox)
+            while any(request_id in self._trackers for request_id in ids):
+                self._advance()
+                yield from inbox.take()
+            yield from inbox.take()
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+
+    def _advance(self) -> None:
+        """One engine step: update texts, end what has reached a stop string, hand outputs to those who wait."""
+        changed = self.engine.step()
+        now = self.engine.executor.now()
+        touched = {}
+        for request in changed:
+            request_id = request.parent_id or request.request_id
+            tracker = touched[request_id] = self._trackers[request_id]
+            stop_string = tracker.update(request, now)
+            if stop_string is not None and request.finish_reason is None:
+                self.engine.finish(request, "stop", stop_string)
+        for request_id, tracker in touched.items():
+            self._deliver(request_id, tracker, finished=tracker.finished)
+
+    def _deliver(self, request_id: str, tracker: RequestTracker, finished: bool) -> None:
+        inbox = self._inboxes[request_id]
+        if finished:
+            del self._trackers[request_id], self._inboxes[request_id]
+        if finished or inbox.wants_partial:
+            inbox.outputs.append(tracker.output())
+
+
+class _Inbox:
+    """Outputs that wait for whoever started the request."""
+
+    def __init__(self, wants_partial: bool) -> None:
+        self.wants_partial = wants_partial
+        self.outputs: list[RequestOutput] = []
+
+    def take(self) -> list[RequestOutput]:
+        outputs, self.outputs = self.outputs, []
+        return outputs

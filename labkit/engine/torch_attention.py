@@ -1,0 +1,231 @@
+"""Backend `torch`: paged attention in vectorised PyTorch, the default on a CPU.
+
+Sequences that decode are gathered out of their pages into one padded batch; a sequence with several new tokens is
+gathered alone. What does not change from layer to layer (row numbers, masks) is made once a step.
+
+    pages [num_blocks, heads, block_size, D]  seen as rows of one (block, head) each ─► row = block * heads + head
+    block_table [[7, 2], [5, 0]], 1 head      ─► rows [7, 2, 5, 0] ─► one index_select ─► [2, heads, 2 * block_size, D]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from labkit.kernels import KVPages
+
+from .input_batch import InputBatch
+
+_SAME_SIZE_BLOCKS = 16
+_QUERY_ROWS = 256
+
+
+class TorchPagedAttention:
+    """Attention over the paged cache for one step's batch; used by every layer of the forward pass."""
+
+    def __init__(self, batch: InputBatch, block_size: int) -> None:
+        self._slots = batch.slot_mapping
+        self._block_size = block_size
+        self._write_rows: dict[int, torch.Tensor] = {}
+        self._groups = [_DecodeGroup(batch, members, block_size) for members in _decode_groups(batch, block_size)]
+        self._prefills = [
+            _Prefill(batch, index, block_size) for index, length in enumerate(batch.host_query_lens) if length > 1
+        ]
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages) -> None:
+        """Put the step's K and V [num_tokens, num_kv_heads, D] into their slots."""
+        heads = kv.num_kv_heads
+        rows = self._write_rows.get(heads)
+        if rows is None:
+            size = self._block_size
+            head_rows = (self._slots // size)[:, None] * heads + torch.arange(heads, device=self._slots.device)
+            rows = (head_rows * size + (self._slots % size)[:, None]).flatten()
+            self._write_rows[heads] = rows
+        for new, pages in ((k, kv.k), (v, kv.v)):
+            pages.view(-1, pages.shape[3]).index_copy_(0, rows, new.reshape(-1, pages.shape[3]).to(pages.dtype))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: KVPages,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Causal attention of q [num_tokens, num_q_heads, D_k] over the cache; returns [num_tokens, num_q_heads, D_v]."""
+        options = _Options(scale, sliding_window, softcap, sinks)
+        if len(self._groups) == 1 and not self._prefills:
+            return self._groups[0].attend(q, kv, options)  # all decode: q is the group's batch already
+        out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
+        for group in self._groups:
+            out[group.tokens] = group.attend(q[group.tokens], kv, options)
+        for prefill in self._prefills:
+            out[prefill.tokens] = prefill.attend(q[prefill.tokens], kv, options)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+def _decode_groups(batch: InputBatch, block_size: int) -> list[list[int]]:
+    """Sequences with one new token, those of similar length together, so that padding at most doubles the reading."""
+    groups: dict[int, list[int]] = {}
+    for index, (length, query_len) in enumerate(zip(batch.host_seq_lens, batch.host_query_lens, strict=True)):
+        if query_len == 1:
+            num_blocks = -(-length // block_size)
+            groups.setdefault((num_blocks // _SAME_SIZE_BLOCKS).bit_length(), []).append(index)
+    return list(groups.values())
+
+
+def _gather(pages: torch.Tensor, rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
+    """Pages by (block, head) row numbers, as [num_seqs, heads, max_blocks * block_size, D]: a copy."""
+    num_blocks, heads, block_size, head_dim = pages.shape
+    flat = pages.view(num_blocks * heads, block_size * head_dim).index_select(0, rows)
+    return flat.view(num_seqs, heads, -1, head_dim)
+
+
+def _page_rows(block_table: torch.Tensor, heads: int) -> torch.Tensor:
+    """Row numbers for :func:`_gather`: block_table int64 [num_seqs, max_blocks] -> [num_seqs * heads * max_blocks]."""
+    return (block_table[:, None, :] * heads + torch.arange(heads, device=block_table.device)[:, None]).flatten()
+
+
+@dataclass(slots=True)
+class _Gather:
+    """Row numbers for one number of KV heads: what to read, and which rows of that hold no token."""
+
+    pages: torch.Tensor
+    unused: torch.Tensor
+
+
+class _DecodeGroup:
+    """Sequences with one new token each, padded to the longest."""
+
+    def __init__(self, batch: InputBatch, members: list[int], block_size: int) -> None:
+        device = batch.token_ids.device
+        lengths = [batch.host_seq_lens[i] for i in members]
+        index = torch.tensor(members, device=device)
+        self.tokens = batch.query_start_loc[index].long()
+        max_blocks = -(-max(lengths) // block_size)
+        self._block_table = batch.block_table[index, :max_blocks].long()
+        self._lengths = torch.tensor(lengths, device=device)[:, None]
+        self._positions = torch.arange(max_blocks * block_size, device=device)
+        self._gathers: dict[int, _Gather] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
+
+    def attend(self, q: torch.Tensor, kv: KVPages, options: _Options) -> torch.Tensor:
+        num_seqs, num_q_heads, head_dim = q.shape
+        heads = kv.num_kv_heads
+        gather = self._gathers.get(heads)
+        if gather is None:
+            gather = self._gathers[heads] = self._make_gather(heads)
+        k = _gather(kv.k, gather.pages, num_seqs)
+        v = _gather(kv.v, gather.pages, num_seqs)
+        # Slots without a token may hold NaN, which no mask removes from 0 x NaN.
+        k.view(-1, k.shape[3]).index_fill_(0, gather.unused, 0)
+        v.view(-1, v.shape[3]).index_fill_(0, gather.unused, 0)
+        # The query heads that share a KV head stand as rows of one small matrix: no K or V is repeated.
+        grouped = q.reshape(num_seqs, heads, num_q_heads // heads, head_dim)
+        out = _attention(grouped, k, v, self._mask(options.sliding_window, q.dtype), options)
+        return out.reshape(num_seqs, num_q_heads, v.shape[3])
+
+    def _make_gather(self, heads: int) -> _Gather:
+        unused = (self._positions >= self._lengths)[:, None, :].expand(-1, heads, -1)
+        return _Gather(_page_rows(self._block_table, heads), unused.flatten().nonzero()[:, 0])
+
+    def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """0 where the query sees, -inf where not: [num_seqs, 1, 1, max_len]."""
+        mask = self._masks.get((sliding_window, dtype))
+        if mask is None:
+            visible = self._positions < self._lengths
+            if sliding_window is not None:
+                visible &= self._positions >= self._lengths - sliding_window
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            mask = mask.masked_fill_(~visible, -math.inf)[:, None, None, :]
+            self._masks[sliding_window, dtype] = mask
+        return mask
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """One sequence with several new tokens."""
+
+    batch: InputBatch
+    index: int
+    block_size: int
+    tokens: slice = field(init=False)
+    _length: int = field(init=False)
+    _page_rows: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        start = sum(self.batch.host_query_lens[: self.index])
+        self.tokens = slice(start, start + self.batch.host_query_lens[self.index])
+        self._length = self.batch.host_seq_lens[self.index]
+
+    def attend(self, q: torch.Tensor, kv: KVPages, options: _Options) -> torch.Tensor:
+        heads = kv.num_kv_heads
+        rows = self._page_rows.get(heads)
+        if rows is None:
+            table = self.batch.block_table[self.index : self.index + 1, : -(-self._length // self.block_size)]
+            rows = self._page_rows[heads] = _page_rows(table.long(), heads)
+        repeats = q.shape[1] // heads
+        k = _gather(kv.k, rows, 1)[:, :, : self._length].repeat_interleave(repeats, 1)
+        v = _gather(kv.v, rows, 1)[:, :, : self._length].repeat_interleave(repeats, 1)
+        batched = q.transpose(0, 1)[None]
+        window = options.sliding_window
+        starts_at_zero = self._length == q.shape[0] and (window is None or window >= self._length)
+        if starts_at_zero and options.softcap is None and options.sinks is None:
+            out = scaled_dot_product_attention(batched, k, v, is_causal=True, scale=options.scale)
+            return out[0].transpose(0, 1)
+        # A few hundred query rows at a time: scores of a whole chunk over a long context would not fit.
+        mask = self._mask(window, q.dtype)
+        parts = [
+            _attention(batched[:, :, r : r + _QUERY_ROWS], k, v, mask[:, :, r : r + _QUERY_ROWS], options, by_head=True)
+            for r in range(0, q.shape[0], _QUERY_ROWS)
+        ]
+        return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+    def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """0 where a query sees, -inf where not: [1, 1, query_len, seq_len]."""
+        mask = self._masks.get((sliding_window, dtype))
+        if mask is None:
+            device = self.batch.token_ids.device
+            key_pos = torch.arange(self._length, device=device)
+            query_pos = key_pos[self._length - (self.tokens.stop - self.tokens.start) :, None]
+            visible = key_pos <= query_pos
+            if sliding_window is not None:
+                visible &= query_pos - key_pos < sliding_window
+            mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+            mask = self._masks[sliding_window, dtype] = mask.masked_fill_(~visible, -math.inf)[None, None]
+        return mask
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, options: _Options, by_head: bool = False
+) -> torch.Tensor:
+    """q [n, heads, rows, D_k], k and v [n, heads, len, D], mask broadcast to [n, heads, rows, len].
+
+    Rows are the query heads of a KV head or, ``by_head``, the query positions of one head: sinks go with heads.
+    """
+    if options.softcap is None and options.sinks is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale)
+    scores = torch.matmul(q, k.transpose(2, 3)).float() * options.scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores + mask
+    if options.sinks is not None:  # one more score in the denominator, with no value behind it
+        shape = (1, q.shape[1], 1, 1) if by_head else (1, q.shape[1], q.shape[2], 1)
+        sinks = options.sinks.float().view(shape).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=3)
+    probs = scores.softmax(-1)[..., : k.shape[2]]
+    return torch.matmul(probs.to(v.dtype), v)
