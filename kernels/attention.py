@@ -182,7 +182,7 @@ class AttentionLaunch:
         return dict(
             GROUP=self.group, HEAD_DIM_K=self.q.shape[2], HEAD_DIM_V=self.kv.v.shape[3], DK=self.dk, DV=self.dv,
             BLOCK_SIZE=self.kv.block_size, SAME_STRIDES=self.kv.k.stride() == self.kv.v.stride(),
-            SEQS=256 if num_seqs <= 256 else max(1024, triton.next_power_of_2(num_seqs)),
+            SEQS=next(n for n in (16, 256, 1024, triton.next_power_of_2(num_seqs)) if num_seqs <= n),
             SOFTCAP=self.softcap is not None, WINDOWED=self.sliding_window is not None,
             HAS_SINKS=self.sinks is not None, PRECISION="ieee" if self.q.element_size() == 4 else "tf32",
         )  # fmt: skip
@@ -195,7 +195,7 @@ class AttentionLaunch:
         )  # fmt: skip
         constants = dict(
             NUM_KV_HEADS=self.kv.num_kv_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            ROWS=rows, PARTS=max(1, 512 * tile.num_warps // (rows * self.dv)),
+            ROWS=rows, PARTS=min(8, max(1, 1024 * tile.num_warps // (rows * self.dv))),
             STAGES=tile.num_stages,
         )  # fmt: skip
         grid = (workspace.arrivals.shape[0],)

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from . import tuning
 from .attention import AttentionLaunch, KernelCall, Workspace
 from .pages import KVPages
+from .tuning import DecodeTile, PrefillTile
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 HEADS = [  # query heads, KV heads, head_dim_k, head_dim_v: each row of the tables, MHA and GQA, and a padded size
@@ -38,14 +39,19 @@ HEADS = [  # query heads, KV heads, head_dim_k, head_dim_v: each row of the tabl
 
 
 def example_call(
-    kind: str, capability: int, heads: tuple[int, int, int, int], dtype: torch.dtype = torch.bfloat16
+    kind: str,
+    capability: int,
+    heads: tuple[int, int, int, int],
+    tile: DecodeTile | PrefillTile | None = None,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> KernelCall:
-    """The call that `paged_attention` would make for these heads, on tensors that have a shape but no memory."""
+    """The call `paged_attention` would make for these heads, or the one with `tile`, on tensors without memory."""
     num_q_heads, num_kv_heads, dim_k, dim_v = heads
     meta = dict(device="meta")
     kv = KVPages(
-        torch.empty(64, num_kv_heads, 16, dim_k, dtype=dtype, **meta),
-        torch.empty(64, num_kv_heads, 16, dim_v, dtype=dtype, **meta),
+        torch.empty(64, num_kv_heads, block_size, dim_k, dtype=dtype, **meta),
+        torch.empty(64, num_kv_heads, block_size, dim_v, dtype=dtype, **meta),
     )
     q = torch.empty(32, num_q_heads, dim_k, dtype=dtype, **meta)
     out = torch.empty(32, num_q_heads, dim_v, dtype=dtype, **meta)
@@ -54,8 +60,10 @@ def example_call(
     launch = AttentionLaunch(q, kv, table, lens, starts, out, dim_k**-0.5, None, None, None, group, dk, dv)
     decode = tuning.decode_tile(capability, group, max(dk, dv), dtype.itemsize)
     if kind == "decode":
+        decode = tile or decode
         return launch.decode(decode, Workspace.for_tile(decode, 1, dv, torch.device("meta")), 1)
-    return launch.prefill(tuning.prefill_tile(capability, group, max(dk, dv), dtype.itemsize), decode.block_m)
+    tile = tile or tuning.prefill_tile(capability, group, max(dk, dv), dtype.itemsize)
+    return launch.prefill(tile, decode.block_m)
 
 
 def compile_call(call: KernelCall, capability: int) -> dict[str, Any]:

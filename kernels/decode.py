@@ -137,28 +137,34 @@ def merge_parts(
     partial_acc, partial_m, partial_l, first_program, last_program,
     ROWS: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """(acc, m, l) of ROWS rows from the slots of programs first..last, PARTS at a time."""
+    """(acc, m, l) of ROWS rows from the slots of programs first..last, PARTS at a time.
+
+    First the maximum over all parts, then the sums: so the second loop carries no exponent from step to step, and its
+    loads (.cg: from L2, where the other programs' parts are) can all be under way at once.
+    """
+    part = tl.arange(0, PARTS)
     row = tl.arange(0, ROWS)
     d = tl.arange(0, DV)
-    acc = tl.zeros([ROWS, DV], dtype=tl.float32)
-    m = tl.full([ROWS], LOWEST, dtype=tl.float32)
-    l = tl.zeros([ROWS], dtype=tl.float32)
-    for base in range(first_program, last_program + 1, PARTS):
-        program = base + tl.arange(0, PARTS)
-        ok = (program <= last_program)[:, None]
+    m_lanes = tl.full([PARTS, ROWS], LOWEST, dtype=tl.float32)
+    for base in tl.range(first_program, last_program + 1, PARTS, num_stages=3):
+        program = base + part
         slot = (2 * program + (program == first_program).to(tl.int32))[:, None] * ROWS + row[None, :]
-        # .cg reads from L2, where the other programs' parts are, and never a stale line of this SM's L1
-        m_part = tl.load(partial_m + slot, mask=ok, other=LOWEST, cache_modifier=".cg")
-        l_part = tl.load(partial_l + slot, mask=ok, other=0.0, cache_modifier=".cg")
+        ok = (program <= last_program)[:, None]
+        m_lanes = tl.maximum(m_lanes, tl.load(partial_m + slot, mask=ok, other=LOWEST, cache_modifier=".cg"))
+    m = tl.max(m_lanes, 0)
+    l_lanes = tl.zeros([PARTS, ROWS], dtype=tl.float32)
+    acc_lanes = tl.zeros([PARTS, ROWS, DV], dtype=tl.float32)
+    for base in tl.range(first_program, last_program + 1, PARTS, num_stages=3):
+        program = base + part
+        slot = (2 * program + (program == first_program).to(tl.int32))[:, None] * ROWS + row[None, :]
+        ok = (program <= last_program)[:, None]
+        weight = tl.exp2(tl.load(partial_m + slot, mask=ok, other=LOWEST, cache_modifier=".cg") - m[None, :])
+        weight = tl.where(ok, weight, 0.0)  # when no part saw a key, LOWEST - LOWEST is no reason to count one
+        l_lanes += tl.load(partial_l + slot, mask=ok, other=0.0, cache_modifier=".cg") * weight
         at = slot[:, :, None] * DV + d[None, None, :]
         acc_part = tl.load(partial_acc + at, mask=ok[:, :, None], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(m_part, 0))
-        alpha = tl.exp2(m - m_new)
-        weight = tl.exp2(m_part - m_new[None, :])
-        l = l * alpha + tl.sum(l_part * weight, 0)
-        acc = acc * alpha[:, None] + tl.sum(acc_part * weight[:, :, None], 0)
-        m = m_new
-    return acc, m, l
+        acc_lanes += acc_part * weight[:, :, None]
+    return tl.sum(acc_lanes, 0), m, tl.sum(l_lanes, 0)
 
 
 # Sizes that change from step to step: not specialised, so that no batch size compiles a kernel of its own.

@@ -67,7 +67,7 @@ class PagePool:
 
     @classmethod
     def allocate(cls, gib_each: float = 4.0, dtype: torch.dtype = torch.bfloat16) -> PagePool:
-        count = int(gib_each * 2**30) // dtype.itemsize
+        count = int(gib_each * 2**10) * 2**20 // dtype.itemsize
         return cls(*(torch.randn(count, device="cuda", dtype=dtype) for _ in range(2)))
 
     def pages(self, num_kv_heads: int, head_dim: int, block_size: int, slot_major: bool = False) -> KVPages:

@@ -9,34 +9,37 @@ import triton.language as tl
 from .pages import KVPages
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def write_kv_kernel(
-    k_new, v_new, k, v, slot_mapping,
+    k_new, v_new, k, v, slot_mapping, num_tokens,
     k_new_token, k_new_head, v_new_token, v_new_head,
     k_block, k_head, k_slot, v_block, v_head, v_slot,
-    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     DIM_K: tl.constexpr, DIM_V: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, part) writes HEADS heads of one token: reads one run, writes HEADS rows, one a head.
+    """Program (i, j) writes TOKENS tokens x HEADS heads, one row of head_dim numbers each.
 
-    k_new row of the token   |head 0|head 1|head 2| ...
-                                 |      |      └────► block, head 2, offset
-                                 |      └───────────► block, head 1, offset
-                                 └──────────────────► block, head 0, offset
+    k_new, token t   |head 0|head 1|head 2| ...
+                         |      |      └────► block, head 2, offset    block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
+                         |      └───────────► block, head 1, offset
+                         └──────────────────► block, head 0, offset
     """
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    if slot >= 0:
-        block = slot // BLOCK_SIZE
-        offset = slot % BLOCK_SIZE
-        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-        d = tl.arange(0, DIM)[None, :]
-        inside_k = (head < NUM_HEADS) & (d < DIM_K)
-        inside_v = (head < NUM_HEADS) & (d < DIM_V)
-        k_row = tl.load(k_new + token * k_new_token + head * k_new_head + d, mask=inside_k)
-        v_row = tl.load(v_new + token * v_new_token + head * v_new_head + d, mask=inside_v)
-        tl.store(k + block * k_block + head * k_head + offset * k_slot + d, k_row, mask=inside_k)
-        tl.store(v + block * v_block + head * v_head + offset * v_slot + d, v_row, mask=inside_v)
+    row = tl.arange(0, TOKENS * HEADS)
+    token = (tl.program_id(0) * TOKENS + row // HEADS).to(tl.int64)
+    head = tl.program_id(1) * HEADS + row % HEADS
+    slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
+    row_ok = ((slot >= 0) & (head < NUM_HEADS))[:, None]
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    d = tl.arange(0, DIM)[None, :]
+    k_from = k_new + token * k_new_token + head * k_new_head
+    v_from = v_new + token * v_new_token + head * v_new_head
+    k_to = k + block * k_block + head * k_head + offset * k_slot
+    v_to = v + block * v_block + head * v_head + offset * v_slot
+    k_row = tl.load(k_from[:, None] + d, mask=row_ok & (d < DIM_K))
+    v_row = tl.load(v_from[:, None] + d, mask=row_ok & (d < DIM_V))
+    tl.store(k_to[:, None] + d, k_row, mask=row_ok & (d < DIM_K))
+    tl.store(v_to[:, None] + d, v_row, mask=row_ok & (d < DIM_V))
 
 
 def write_kv(k_new: torch.Tensor, v_new: torch.Tensor, kv: KVPages, slot_mapping: torch.Tensor) -> None:
@@ -64,10 +67,10 @@ def write_kv(k_new: torch.Tensor, v_new: torch.Tensor, kv: KVPages, slot_mapping
     if num_tokens == 0:
         return
     dim = triton.next_power_of_2(max(dim_k, dim_v))
-    heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // dim))
-    write_kv_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        k_new, v_new, kv.k, kv.v, slot_mapping,
+    tokens, heads = 1, min(triton.next_power_of_2(num_heads), max(1, 2048 // dim))
+    write_kv_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_heads, heads))](
+        k_new, v_new, kv.k, kv.v, slot_mapping, num_tokens,
         k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
         kv.k.stride(0), kv.k.stride(1), kv.k.stride(2), kv.v.stride(0), kv.v.stride(1), kv.v.stride(2),
-        NUM_HEADS=num_heads, HEADS=heads, DIM_K=dim_k, DIM_V=dim_v, DIM=dim, BLOCK_SIZE=kv.block_size,
+        NUM_HEADS=num_heads, TOKENS=tokens, HEADS=heads, DIM_K=dim_k, DIM_V=dim_v, DIM=dim, BLOCK_SIZE=kv.block_size,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -84,14 +85,14 @@ def test_rope_and_write_kv(heads, dtype, normed):
     qkv = randn(5, (num_q_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     before = qkv.clone()
     cos, sin = cos_sin(5, head_dim, dtype)
-    norms = {}
+    norms: dict[str, Any] = {}
     if normed:
         norms = {name: 1 + 0.1 * randn(head_dim, dtype=dtype, seed=s) for name, s in (("q_norm", 1), ("k_norm", 2))}
     kv = nan_cache(num_kv_heads, head_dim, dtype)
     q = elementwise.rope_and_write_kv(qkv, cos, sin, kv, slots, num_q_heads, **norms)
 
     expected_kv = KVPages(*(t.double() for t in nan_cache(num_kv_heads, head_dim, dtype)))
-    wide = {name: weight.double() for name, weight in norms.items()}
+    wide: dict[str, Any] = {name: weight.double() for name, weight in norms.items()}
     expected_q = elementwise_reference.rope_and_write_kv(
         qkv.double(), cos.double(), sin.double(), expected_kv, slots, num_q_heads, **wide
     )
