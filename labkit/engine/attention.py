@@ -47,7 +47,7 @@ def paged_attention_forward(
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 
-def attach(model: PreTrainedModel) -> str:
+def attach(model: PreTrainedModel) -> str | None:
     """Make ``model`` call our attention; returns the name of what it used before, for :func:`detach`.
 
     Raises ValueError if the architecture does not go through transformers' attention interface (falcon, bloom, mpt
@@ -64,6 +64,6 @@ def attach(model: PreTrainedModel) -> str:
     return before
 
 
-def detach(model: PreTrainedModel, before: str) -> None:
+def detach(model: PreTrainedModel, before: str | None) -> None:
     """Give the model its own attention back."""
-    model.set_attn_implementation(before)
+    model.set_attn_implementation(before or "eager")

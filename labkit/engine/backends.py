@@ -67,8 +67,8 @@ def load_backend(name: str, device: torch.device) -> tuple[str, Backend]:
         return name, TorchPagedAttention
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"attention_backend='triton' needs a CUDA device, got {device.type}: use 'torch', or set TRITON_INTERPRET=1 "
-            "before Python starts to run the kernels in Triton's interpreter (for reading and testing: very slow)"
+            f"attention_backend='triton' needs a CUDA device, got {device.type}: use 'torch', or set "
+            "TRITON_INTERPRET=1 before Python starts to run the kernels in Triton's interpreter, which is very slow"
         )
     from .triton_attention import TritonPagedAttention
 

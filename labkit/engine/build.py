@@ -128,6 +128,11 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from error
 
 
+def vocab_size(model: PreTrainedModel) -> int:
+    """Token ids that the model has an embedding for."""
+    return model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr,index]
+
+
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Every token that ends a sequence, by the generation config and by the tokenizer."""
     generation_config = getattr(model, "generation_config", None)
@@ -146,7 +151,7 @@ class BuiltEngine:
     storage: KVStorage
     memory: MemoryPlan
     backend_name: str
-    previous_attention: str
+    previous_attention: str | None
 
     def release(self, model: PreTrainedModel) -> None:
         """Free the pool's tensors and give ``model`` its own attention back."""

@@ -79,8 +79,10 @@ class Detokenizer:
             self._context, self._pending = self._context + self._pending, []
 
     def _to_text(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        return str(
+            self._tokenizer.decode(
+                token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+            )
         )
 
     def _find_stop(self) -> str | None:
@@ -97,8 +99,9 @@ class Detokenizer:
         self._search_from = len(self.text)
         if not found:
             return None
-        start, _, self.stop_string = min(found)
-        self.text = self.text[: start + len(self.stop_string)] if self._include_stop_str else self.text[:start]
+        start, _, stop = min(found)
+        self.stop_string = stop
+        self.text = self.text[: start + len(stop)] if self._include_stop_str else self.text[:start]
         return self.stop_string
 
     def _num_held_back(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -18,12 +18,13 @@ from labkit.core import Engine
 from labkit.observe import EngineStats, Trace
 from labkit.scheduling import Request, SamplingParams
 
+from .build import EngineOptions, build_engine, eos_token_ids, resolve_model, vocab_size
+from .in_flight import Inbox, RequestsInFlight
 from .memory_monitor import MemoryMonitor
 from .memory_plan import MemoryPlan
-from .outputs import RequestOutput, RequestTracker
+from .outputs import RequestOutput
 from .prompts import Prompt, PromptLike, PromptReader
 from .random_draws import draw_key
-from .build import EngineOptions, build_engine, eos_token_ids, resolve_model
 
 
 class LLM:
@@ -89,13 +90,12 @@ class LLM:
         self.engine: Engine = self._built.engine
         self.memory: MemoryPlan = self._built.memory
         self.max_model_len = self.memory.max_model_len
-        self._prompts = PromptReader(self._tokenizer, self.model.get_input_embeddings().num_embeddings)
+        self._prompts = PromptReader(self._tokenizer, vocab_size(self.model))
         self._eos_token_ids = eos_token_ids(self.model, self._tokenizer)
         self._seed = seed
         self._num_requests = 0
-        self._trackers: dict[str, RequestTracker] = {}  # of unfinished requests
-        self._inboxes: dict[str, _Inbox] = {}  # where the outputs of each of them go
-        self._step_outputs = _Inbox(wants_partial=True)
+        self._in_flight = RequestsInFlight(self.engine, self._tokenizer)
+        self._step_outputs = Inbox(wants_partial=True)
         self._closed = False
 
     # ------------------------------------------------------------------ whole calls
@@ -113,10 +113,9 @@ class LLM:
         """
         requests = self._make_requests(self._prompts.read_all(prompts), sampling_params)
         done: dict[str, RequestOutput] = {}
-        inbox = _Inbox(wants_partial=False)
         num_tokens = 0
         bar = tqdm(total=len(requests), disable=not use_tqdm, desc="Requests", unit="req")
-        with bar, closing(self._run(requests, inbox)) as finished:
+        with bar, closing(self._in_flight.run(requests)) as finished:
             for output in finished:
                 done[output.request_id] = output
                 num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
@@ -148,7 +147,10 @@ class LLM:
         prompts = []
         for conversation in conversations:
             text = self._tokenizer.apply_chat_template(
-                list(conversation), add_generation_prompt=True, tokenize=False, **template_options
+                list(conversation),  # type: ignore[arg-type]
+                add_generation_prompt=True,
+                tokenize=False,
+                **template_options,
             )
             # The template wrote the special tokens already.
             token_ids = self._prompts.encode(str(text), "messages", add_special_tokens=False)
@@ -165,7 +167,7 @@ class LLM:
         Leaving the loop early aborts what has not finished.
         """
         requests = self._make_requests(self._prompts.read_all(prompts), sampling_params)
-        return self._run(requests, _Inbox(wants_partial=True))
+        return self._in_flight.stream(requests)
 
     # ------------------------------------------------------------------ one request, one step
 
@@ -185,30 +187,23 @@ class LLM:
         read = self._prompts.read(prompt)
         number = self._num_requests
         request = self._request(request_id, number, read, checked, priority=priority, cache_salt=cache_salt)
-        self._admit([(request, read)], self._step_outputs)
+        self._in_flight.admit(request, read, self._step_outputs)
+        self._num_requests += 1
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs so far of the requests from :meth:`add_request` that changed."""
         self._require_open()
         if self.engine.has_unfinished:
-            self._advance()
+            self._in_flight.advance()
         return self._step_outputs.take()
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its blocks are free again. False if there is no such unfinished request."""
-        tracker = self._trackers.get(request_id)
-        if tracker is None:
-            return False
-        sequences = self.engine.scheduler.unfinished(request_id)
-        self.engine.abort(request_id)
-        for request in sequences:
-            tracker.update(request, self.engine.executor.now())
-        self._deliver(request_id, tracker, finished=True)
-        return True
+        return self._in_flight.abort(request_id)
 
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has something to do or to return."""
-        return self.engine.has_unfinished or bool(self._step_outputs.outputs)
+        return self.engine.has_unfinished or len(self._step_outputs) > 0
 
     # ------------------------------------------------------------------ looking
 
@@ -245,8 +240,7 @@ class LLM:
         """Abort what runs, release the KV pool and give the model its own attention back. Safe to call twice."""
         if self._closed:
             return
-        for request_id in list(self._trackers):
-            self.abort(request_id)
+        self._in_flight.abort_all()
         self._closed = True
         self._built.release(self.model)
 
@@ -279,11 +273,13 @@ class LLM:
     ) -> list[tuple[Request, Prompt]]:
         self._require_open()
         checked = self._checked_params(params, len(prompts))
-        free_ids = (n for n in count(self._num_requests) if str(n) not in self._trackers)
-        return [
+        free_ids = (n for n in count(self._num_requests) if str(n) not in self._in_flight)
+        requests = [
             (self._request(str(number), number, prompt, one), prompt)
-            for number, prompt, one in zip(free_ids, prompts, checked, strict=False)
+            for prompt, one, number in zip(prompts, checked, free_ids, strict=False)
         ]
+        self._num_requests = int(requests[-1][0].request_id) + 1
+        return requests
 
     def _request(self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, **options: Any) -> Request:
         """A request that the scheduler would take; its own seed, if it has none, follows from the engine's."""
@@ -292,63 +288,9 @@ class LLM:
             request_id,
             prompt.token_ids,
             params,
-            arrival_time=self.engine.executor.now(),
             eos_token_ids=self._eos_token_ids,
             seed=draw_key(self._seed, 0, number),
             **options,
         )
         self.engine.scheduler.validate(request)
         return request
-
-    def _admit(self, requests: list[tuple[Request, Prompt]], inbox: _Inbox) -> None:
-        for request, prompt in requests:
-            self.engine.add_request(request)
-            self._num_requests += 1
-            self._trackers[request.request_id] = RequestTracker(request, prompt.text, self._tokenizer)
-            self._inboxes[request.request_id] = inbox
-
-    def _run(self, requests: list[tuple[Request, Prompt]], inbox: _Inbox) -> Generator[RequestOutput]:
-        """Admit requests and step until they have ended; whatever cuts this short aborts them."""
-        ids = [request.request_id for request, _ in requests]
-        try:
-            self._admit(requests, inbox)
-            while any(request_id in self._trackers for request_id in ids):
-                self._advance()
-                yield from inbox.take()
-            yield from inbox.take()
-        finally:
-            for request_id in ids:
-                self.abort(request_id)
-
-    def _advance(self) -> None:
-        """One engine step: update texts, end what has reached a stop string, hand outputs to those who wait."""
-        changed = self.engine.step()
-        now = self.engine.executor.now()
-        touched = {}
-        for request in changed:
-            request_id = request.parent_id or request.request_id
-            tracker = touched[request_id] = self._trackers[request_id]
-            stop_string = tracker.update(request, now)
-            if stop_string is not None and request.finish_reason is None:
-                self.engine.finish(request, "stop", stop_string)
-        for request_id, tracker in touched.items():
-            self._deliver(request_id, tracker, finished=tracker.finished)
-
-    def _deliver(self, request_id: str, tracker: RequestTracker, finished: bool) -> None:
-        inbox = self._inboxes[request_id]
-        if finished:
-            del self._trackers[request_id], self._inboxes[request_id]
-        if finished or inbox.wants_partial:
-            inbox.outputs.append(tracker.output())
-
-
-class _Inbox:
-    """Outputs that wait for whoever started the request."""
-
-    def __init__(self, wants_partial: bool) -> None:
-        self.wants_partial = wants_partial
-        self.outputs: list[RequestOutput] = []
-
-    def take(self) -> list[RequestOutput]:
-        outputs, self.outputs = self.outputs, []
-        return outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -149,7 +149,7 @@ class RequestTracker:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.request.num_cached_tokens,
             metrics=RequestMetrics(
-                self.request.arrival_time,
+                self.request.arrival_time or 0.0,
                 self._first_token_time,
                 self._last_token_time,
                 sum(s.request.num_preemptions for s in sequences),
@@ -188,7 +188,7 @@ class RequestTracker:
     def _with_ranks(self, row: Mapping[int, float], count: int) -> dict[int, Logprob]:
         likeliest = sorted(row, key=lambda token_id: -row[token_id])[:count]
         ranks = {token_id: rank for rank, token_id in enumerate(likeliest, 1)}
-        return {t: Logprob(logprob, ranks.get(t), self._decode([t])) for t, logprob in row.items()}
+        return {t: Logprob(logprob, ranks.get(t), self._decode(t)) for t, logprob in row.items()}
 
-    def _decode(self, token_ids: Sequence[int]) -> str | None:
-        return None if self._tokenizer is None else str(self._tokenizer.decode(token_ids))
+    def _decode(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))

@@ -22,7 +22,7 @@ def _signed(value: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014, figure 16): every input bit moves every output bit."""
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014, figure 16): every bit in moves every bit out."""
     value = ((value ^ (value >> 30)) * _MULTIPLIERS[0]) & _MASK64
     value = ((value ^ (value >> 27)) * _MULTIPLIERS[1]) & _MASK64
     return value ^ (value >> 31)

@@ -20,7 +20,7 @@ from .random_draws import draw_key, exponential_noise
 
 
 class SamplingRow(NamedTuple):
-    """One token to draw: number ``position`` of sample ``sample_index`` of ``request``, counted from the prompt's first."""
+    """One token to draw: the one at ``position`` (prompt included, from 0) of sample ``sample_index`` of a request."""
 
     request: Request
     sample_index: int
@@ -28,7 +28,7 @@ class SamplingRow(NamedTuple):
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Choose a token for each row of ``logits`` (float32 [num_rows, vocab_size], changed in place): int64 [num_rows]."""
+    """Choose a token a row. logits: float32 [num_rows, vocab_size], changed in place; returns int64 [num_rows]."""
     _penalise_repetition(logits, rows)
     _forbid_early_stops(logits, rows)
     drawn = [i for i, row in enumerate(rows) if not row.request.sampling_params.greedy]

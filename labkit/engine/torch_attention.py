@@ -57,7 +57,7 @@ class TorchPagedAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Causal attention of q [num_tokens, num_q_heads, D_k] over the cache; returns [num_tokens, num_q_heads, D_v]."""
+        """Causal attention of q [num_tokens, num_q_heads, D_k] over the cache: [num_tokens, num_q_heads, D_v]."""
         options = _Options(scale, sliding_window, softcap, sinks)
         if len(self._groups) == 1 and not self._prefills:
             return self._groups[0].attend(q, kv, options)  # all decode: q is the group's batch already

@@ -31,7 +31,7 @@ class TritonPagedAttention:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Causal attention of q [num_tokens, num_q_heads, D_k] over the cache; returns [num_tokens, num_q_heads, D_v]."""
+        """Causal attention of q [num_tokens, num_q_heads, D_k] over the cache: [num_tokens, num_q_heads, D_v]."""
         batch = self._batch
         return kernels.paged_attention(
             _unit_stride(q),
