@@ -1,10 +1,19 @@
-"""The `labkit` command: thin wrappers around public functions."""
+"""The `labkit` command: thin wrappers around public functions. Bad input ends with its message and exit code 2."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="A lab about the memory of LLM inference.")
+app = typer.Typer(
+    help="A lab about the memory of LLM inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 models = typer.Typer(no_args_is_help=True, help="The embedded model.")
 app.add_typer(models, name="models")
 
@@ -17,6 +26,66 @@ def doctor() -> None:
     typer.echo(repr(env_report()))
 
 
+@app.command()
+def run(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    model: Annotated[
+        str | None, typer.Option(help="Hub name, folder or .gguf file; the embedded one if left out.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens with this much probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Repeats a sampled run.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Save what every step did to the block tables here.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print the engine's statistics at the end.")] = False,
+) -> None:
+    """Generate from a prompt, printing the text as it comes."""
+    from labkit import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    llm = LLM(model)
+    num_shown = 0
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        typer.echo(text[num_shown:], nl=False)
+        num_shown = len(text)
+    typer.echo()
+    if stats:
+        typer.echo(str(llm.stats), err=True)
+    if trace is not None and llm.trace is not None:
+        llm.trace.save(trace)
+        typer.echo(f"trace of {len(llm.trace)} steps saved to {trace}", err=True)
+
+
+@app.command()
+def plan(
+    gpu: Annotated[str, typer.Argument(help="For example H100-SXM; a wrong name lists the known ones.")],
+    model: Annotated[str, typer.Argument(help="For example Llama-3-8B; a wrong name lists the known ones.")],
+    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the KV cache; auto is that of the weights.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a full request; the model's limit if left out.")
+    ] = None,
+    num_gpus: Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism.")] = 1,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use, in (0, 1].")] = 0.9,
+) -> None:
+    """Compute what fits a GPU: weights, KV pool, blocks, requests, and the fastest possible decoding."""
+    from labkit import plan_capacity
+
+    capacity = plan_capacity(
+        gpu,
+        model,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        num_gpus=num_gpus,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    typer.echo(str(capacity))
+
+
 @models.command()
 def fetch() -> None:
     """Get the embedded model once (a download of about 90 MB) and say where it is."""
@@ -27,7 +96,11 @@ def fetch() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    try:
+        app()
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        typer.echo(f"labkit: {error}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
