@@ -92,9 +92,10 @@ class KVCacheSpec:
     ) -> KVCacheSpec:
         """The cache of a Hugging Face model, from its config (an object, or the dict of a config.json).
 
-        Knows GQA and MQA under their many names, multimodal wrappers, layers that differ, layers that share another's
-        cache (gemma3n) and MLA as ``transformers`` runs it: K and V expanded for all heads, D_k != D_v (DeepSeek-V3:
-        192 and 128). ``dtype`` "auto" is the config's own, bfloat16 if it has none.
+        Knows GQA and MQA under their many names, multimodal wrappers, layers that differ, and layers that share
+        another's cache (gemma3n). MLA is counted as attention functions receive it, K and V expanded for all heads
+        (DeepSeek-V3: D_k 192, D_v 128), not as the compressed latent. ``dtype`` "auto" is the config's own, bfloat16
+        if it has none.
 
         Raises ValueError, naming the config's model type, for models with layers that have no KV cache.
         """
@@ -163,7 +164,8 @@ class KVCacheSpec:
         return require_int("num_blocks", num_blocks, 0) * self.bytes_per_block + self.fixed_bytes
 
     def __repr__(self) -> str:
-        return f"<KVCacheSpec: {self.num_layers} layers, {self.bytes_per_token} bytes a token, blocks of {self.block_size}>"
+        sizes = f"{self.num_layers} layers, {self.bytes_per_token} bytes a token"
+        return f"<KVCacheSpec: {sizes}, blocks of {self.block_size}>"
 
     def __str__(self) -> str:
         token, block = format_bytes(self.bytes_per_token), format_bytes(self.bytes_per_block)

@@ -37,7 +37,7 @@ def _layer_shape(config: Any, index: int) -> LayerShape:
 
     num_heads = of_layer(_need(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads"))
     if (rope_dim := _get(config, "qk_rope_head_dim")) and _get(config, "kv_lora_rank"):
-        # MLA, "naive": every head gets its own key (no-position part + rotary part) and value.
+        # MLA, expanded: every head has its own key (no-position part + rotary part) and value.
         return LayerShape(num_heads, _need(config, "qk_nope_head_dim") + rope_dim, _need(config, "v_head_dim"))
     head_dim = of_layer(_get(config, "head_dim", "kv_channels"))
     if head_dim is None:
