@@ -166,15 +166,14 @@ def default_backend(gpus: tuple[GPU, ...]) -> tuple[Backend, list[str]]:
 
 
 def _embedded_model() -> tuple[str, list[str]]:
-    name = "SmolLM2-135M-Instruct"
     try:
-        from labkit.models import embedded
+        from labkit.models.embedded import NAME, embedded_folder
     except (ImportError, OSError) as error:
-        return f"{name}: labkit.models cannot be imported ({error})", []
-    folder = embedded.cached()
-    if folder is None:
-        return f"{name}, not fetched yet", ["Get the embedded model, once, about 90 MB: labkit models fetch"]
-    return f"{name} in {folder}", []
+        return f"labkit.models cannot be imported ({error})", []
+    folder = embedded_folder()
+    if not folder.exists():
+        return f"{NAME}, not fetched yet", ["Get the embedded model, once, about 90 MB: labkit models fetch"]
+    return f"{NAME} in {folder}", []
 
 
 def _missing_packages() -> list[str]:
