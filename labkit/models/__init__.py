@@ -1,0 +1,23 @@
+"""Which model?
+
+Exports :func:`load_model` (the embedded model, the hub, a folder, a GGUF file), :func:`random_model` (a named shape
+for measuring speed), :func:`check_support` and :func:`require_supported` (can the engine run it, and why not), and
+:func:`fuse_decoder_layers`, which makes a loaded model fast.
+"""
+
+from .embedded import fetch
+from .fused import FusionReport, fuse_decoder_layers
+from .loading import load_model, random_model
+from .support import SupportReport, check_support, explain_support, require_supported
+
+__all__ = [
+    "FusionReport",
+    "SupportReport",
+    "check_support",
+    "explain_support",
+    "fetch",
+    "fuse_decoder_layers",
+    "load_model",
+    "random_model",
+    "require_supported",
+]
