@@ -131,12 +131,14 @@ class ContiguousKVManager:
             self.arena.allocate_at(old_start, old_length)
             return None
         run.start, run.block_ids[:] = start, range(start, start + length)
-        copies = []
-        if start != old_start:
-            copies = [(old_start + i, start + i) for i in range(self.blocks_for(run.num_computed_tokens))]
+        if start == old_start:
+            self._record_allocated(request_id, old_length)
+            return []
+        # All before first_token may be written, also by a step that is still under way.
+        copies = [(old_start + i, start + i) for i in range(self.blocks_for(first_token))]
         if self.events is not None:
-            self.events.extend(BlockCopied(request_id, i, old_start + i, start + i) for i in range(len(copies)))
-        self._record_allocated(request_id, old_length)
+            self.events.extend(BlockCopied(request_id, i, src, dst) for i, (src, dst) in enumerate(copies))
+        self._record_allocated(request_id, len(copies))
         return copies
 
     def fork(self, parent_id: str, child_id: str) -> None:

@@ -1,7 +1,8 @@
 """What happened?
 
-Exports the event types and :class:`StepRecord`, the :class:`Trace` that keeps, saves and loads them, and
-:class:`EngineStats`. Everything that a figure or a widget shows of a run comes from here.
+Exports the event types and :class:`StepRecord`, the :class:`Trace` that keeps, saves and loads them,
+:class:`BlockTableState` that plays them back block by block, and :class:`EngineStats`. Everything that a figure or a
+widget shows of a run comes from here.
 """
 
 from .events import (
@@ -17,11 +18,14 @@ from .events import (
     RequestPreempted,
     StepRecord,
 )
+from .replay import BlockTableState, BlockView
 from .stats import EngineStats
 from .trace import Trace
 
 __all__ = [
     "BlockCopied",
+    "BlockTableState",
+    "BlockView",
     "BlocksAllocated",
     "BlocksCached",
     "BlocksEvicted",

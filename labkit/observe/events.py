@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 
 class BlocksAllocated(NamedTuple):
-    """Fresh blocks joined a request's block table at ``first_index``; their ``ref_cnt`` is 1."""
+    """Fresh blocks joined a request's block table at ``first_index``; their ``ref_cnt`` is 1.
+
+    They take the place of whatever stood there: a contiguous run that moves leaves its unwritten end behind.
+    """
 
     request_id: str
     first_index: int

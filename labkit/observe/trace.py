@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -13,6 +14,8 @@ from .events import Event, StepRecord
 
 FORMAT = "labkit-trace"
 VERSION = 1
+STEPS_PER_FLUSH = 256
+"""A file that is written while the engine runs lacks at most this many steps after a crash."""
 
 # Event classes by the name that stands for them in a file.
 _EVENTS = {
@@ -27,6 +30,8 @@ _EVENTS = {
     "finish": event_types.RequestFinished,
 }
 _NAMES = {cls: name for name, cls in _EVENTS.items()}
+_BROKEN = (OSError, EOFError, zlib.error, ValueError, TypeError, LookupError, AttributeError)
+"""What reading a file that is damaged, breaks off, or is something else can raise."""
 
 
 class Trace:
@@ -47,6 +52,7 @@ class Trace:
         if path is not None:
             self._file = cast(TextIO, gzip.open(path, "wt", encoding="utf-8"))  # noqa: SIM115 (closed by close)
             self._file.write(self._header())
+            self._file.flush()
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -67,6 +73,8 @@ class Trace:
                 step = step._replace(**same)
         if self._file is not None:
             self._file.write(_encode(step, self.steps[-1] if self.steps else None))
+            if len(self.steps) % STEPS_PER_FLUSH == STEPS_PER_FLUSH - 1:
+                self._file.flush()
         self.steps.append(step)
 
     def close(self) -> None:
@@ -93,19 +101,21 @@ class Trace:
         lines = _lines(path)
         try:
             header = json.loads(next(lines))
-            if header.get("format") != FORMAT:
-                raise ValueError
-        except (ValueError, AttributeError, StopIteration, OSError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
+            if header["format"] != FORMAT:
+                raise ValueError(header["format"])
+            version, num_blocks, block_size = header["version"], header["num_blocks"], header["block_size"]
+            meta = dict(header["meta"])
+        except FileNotFoundError:
+            raise
+        except (*_BROKEN, StopIteration) as error:
             raise ValueError(f"{path} is not a labkit trace") from error
-        if header["version"] > VERSION:
-            raise ValueError(f"{path} is a trace of version {header['version']}; this labkit reads up to {VERSION}")
-        trace = cls(header["num_blocks"], header["block_size"], **header["meta"])
+        if version > VERSION:
+            raise ValueError(f"{path} is a trace of version {version}; this labkit reads up to {VERSION}")
+        trace = cls(num_blocks, block_size, **meta)
         try:
             for line in lines:
                 trace.steps.append(_decode(line, trace.steps[-1] if trace.steps else None))
-        except (EOFError, ValueError, OSError):
+        except _BROKEN:
             trace.is_truncated = True
         return trace
 
