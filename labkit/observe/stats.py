@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections import deque
 from typing import Protocol
 
@@ -146,4 +147,4 @@ def _percentile(values: deque[float], percentile: float) -> float:
     if not values:
         return float("nan")
     ranked = sorted(values)
-    return ranked[min(len(ranked) - 1, int(percentile / 100 * len(ranked)))]
+    return ranked[max(0, math.ceil(percentile / 100 * len(ranked)) - 1)]
