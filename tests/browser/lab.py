@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,18 @@ def serving(command: list[str], port: int, cwd: Path, private: Path) -> Iterator
             wait_until_up(address, server, log_path)
             yield address
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
-                server.wait()
+            stop(server)
+
+
+def stop(server: subprocess.Popen[Any]) -> None:
+    """End the server's whole session, by force if it has not ended after 20 s."""
+    with suppress(ProcessLookupError):  # it had ended by itself
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 def write_setting(private: Path, extension: str, plugin: str, values: dict[str, Any]) -> None:
