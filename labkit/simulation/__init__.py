@@ -3,10 +3,45 @@
 Exports :class:`SimulatedExecutor`, which runs the real scheduler and allocator without a model: a cost model (the
 :class:`RooflineCost`) moves its clock and a rule supplies the tokens; and :func:`simulate`, which feeds it requests
 as they arrive.
+
+What arrives is a :class:`Workload`: sampled from a :class:`LengthTable` of a real trace, with
+:func:`poisson_arrivals`, :func:`gamma_arrivals` or :func:`all_at_once`, or read from a trace file
+(:func:`read_azure_csv` and others). :func:`make_requests` turns it into requests for :func:`simulate`.
 """
 
 from .cost_model import RooflineCost
 from .executor import SimulatedExecutor, filler_token, free_of_charge
+from .length_tables import LengthTable
 from .simulate import simulate
+from .traces import read_azure_csv, read_burstgpt_csv, read_mooncake_jsonl, read_vidur_csv
+from .workloads import (
+    TimedLengths,
+    Workload,
+    all_at_once,
+    gamma_arrivals,
+    make_requests,
+    poisson_arrivals,
+    random_prompts,
+    sample_workload,
+)
 
-__all__ = ["RooflineCost", "SimulatedExecutor", "filler_token", "free_of_charge", "simulate"]
+__all__ = [
+    "LengthTable",
+    "RooflineCost",
+    "SimulatedExecutor",
+    "TimedLengths",
+    "Workload",
+    "all_at_once",
+    "filler_token",
+    "free_of_charge",
+    "gamma_arrivals",
+    "make_requests",
+    "poisson_arrivals",
+    "random_prompts",
+    "read_azure_csv",
+    "read_burstgpt_csv",
+    "read_mooncake_jsonl",
+    "read_vidur_csv",
+    "sample_workload",
+    "simulate",
+]

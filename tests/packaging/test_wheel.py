@@ -57,7 +57,7 @@ def test_wheel_and_sdist_hold_kernels_assets_and_data(distributions: tuple[Path,
     in_wheel = set(zipfile.ZipFile(wheel).namelist())
     kernels = {f"labkit/kernels/{p.name}" for p in (REPOSITORY / "kernels").glob("*.py")}
     assets = {p.relative_to(REPOSITORY).as_posix() for p in WIDGET_ASSETS}
-    data = {f"labkit/data/{p.name}" for p in (REPOSITORY / "data").iterdir() if p.is_file()}
+    data = {f"labkit/{p.relative_to(REPOSITORY).as_posix()}" for p in (REPOSITORY / "data").rglob("*") if p.is_file()}
     expected = {"labkit/__init__.py", "labkit/py.typed", *kernels, *assets, *data}
     assert expected <= in_wheel
     assert expected <= in_sdist
