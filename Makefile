@@ -19,7 +19,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 .PHONY: lab test lint env clean constraints
 
 lab: $(MODEL)
-	$(BIN)/jupyter lab $(AS_ROOT) notebooks/00_start_here.ipynb $(LAB_ARGS)
+	$(BIN)/jupyter lab $(AS_ROOT) --ServerApp.root_dir="$(CURDIR)" notebooks/00_start_here.ipynb $(LAB_ARGS)
 
 env: $(INSTALLED)
 
