@@ -27,8 +27,7 @@ def read_kv_layers(hf_config: Any) -> tuple[list[LayerShape], object]:
     num_layers = _need(text, "num_hidden_layers", "n_layer", "n_layers", "num_transformer_layers", "num_layers")
     num_cached = num_layers - (_get(text, "num_kv_shared_layers") or 0)  # the last ones read an earlier layer's cache
     shapes = [_layer_shape(_config_of_layer(text, i), i) for i in range(num_cached)]
-    dtype = next((d for c in (text, hf_config) if (d := _get(c, "dtype", "torch_dtype")) is not None), None)
-    return shapes, dtype
+    return shapes, _dtype(text) or _dtype(hf_config)
 
 
 def _layer_shape(config: Any, index: int) -> LayerShape:
@@ -93,6 +92,12 @@ def _refuse_other_layers(config: Any) -> None:
     kinds = _get(config, "layer_types", "layers_block_type") or []
     if other := ", ".join(sorted({str(kind) for kind in kinds} - _WITH_KV_CACHE)):
         raise ValueError(f"{_name(config)}: layers of kind {other} have no KV cache that grows by the token")
+
+
+def _dtype(config: Any) -> object:
+    if isinstance(config, Mapping):
+        return _get(config, "dtype", "torch_dtype")
+    return _get(config, "dtype" if hasattr(config, "dtype") else "torch_dtype")  # the old name warns where both exist
 
 
 def _name(config: Any) -> str:
