@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from typing import Any
 
 from IPython.display import Code
@@ -17,4 +18,4 @@ def show(part: Any) -> Code:
         source = inspect.getsource(part)
     except (TypeError, OSError) as error:
         raise TypeError(f"part must be a class, function or module with Python source, got {part!r}") from error
-    return Code(inspect.cleandoc("\n" + source), language="python")
+    return Code(textwrap.dedent(source), language="python")

@@ -1,451 +1,451 @@
-// Draws a block table and, for a recording, plays it. frames.py says what the bytes mean.
+// A KV block pool on a canvas: a player for a whole trace (no kernel needed once it is here), or a live view.
+// One block is a cell of three words, as described in block_cells.py.
 
-const HEADER = 8, RECORD = 4;
-const MAX_CELL = 28, MAX_HEIGHT = 340; // CSS pixels
-const SPEEDS = [1, 2, 5, 10, 20, 50, 100, 200, 500];
-const ICONS = {
-    back: "M4 3h2v10H4z M13 3v10L6.5 8z",
-    play: "M4 2.5v11l9-5.5z",
-    pause: "M4 3h3v10H4z M9 3h3v10H9z",
-    forward: "M3 3v10l6.5-5z M10 3h2v10h-2z",
-};
+const MAX_PITCH = 32; // CSS pixels from one block to the next
+const MAX_HEIGHT = 384;
+const SPEEDS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]; // steps a second
+const LEGEND_LENGTH = 14;
 
-const number = new Intl.NumberFormat("en-US");
+const tokensOf = (word) => word & 0xffff;
+const refCntOf = (word) => (word >>> 16) & 0x7fff;
+const isCached = (word) => word >>> 31 === 1;
 
-function words(view) {
-    // A copy, because what arrives need not begin at a multiple of four.
-    return new Uint32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+// ---------------------------------------------------------------- data
+
+const words = (view) => new Uint32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+
+async function inflatedColumns(view, count) {
+  const stream = new Blob([view]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const all = new Uint32Array(await new Response(stream).arrayBuffer());
+  const rows = all.length / count;
+  return Array.from({ length: count }, (_, i) => all.subarray(i * rows, (i + 1) * rows));
 }
 
-function element(name, attributes = {}, ...children) {
-    const made = document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    made.append(...children);
-    return made;
-}
-
-function icon(name) {
-    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-    for (const [key, value] of [["viewBox", "0 0 16 16"], ["width", 16], ["height", 16], ["aria-hidden", "true"]])
-        svg.setAttribute(key, value);
-    path.setAttribute("d", ICONS[name]);
-    path.setAttribute("fill", "currentColor");
-    svg.append(path);
-    return svg;
-}
-
-// ---------------------------------------------------------------------------------------------- what the blocks hold
-
-class Blocks {
-    constructor(count) {
-        this.count = count;
-        this.request = new Uint32Array(count); // number + 1; 0 is nobody
-        this.logical = new Uint32Array(count);
-        this.packed = new Uint32Array(count);
-        this.header = new Uint32Array(HEADER);
-    }
-    clear() {
-        for (const column of [this.request, this.logical, this.packed, this.header]) column.fill(0);
-    }
-    tokens(block) { return this.packed[block] & 0xffff; }
-    refCnt(block) { return (this.packed[block] >>> 16) & 0x7fff; }
-    isCached(block) { return this.packed[block] >>> 31 === 1; }
-    applyRecords(data, from, count) {
-        for (let at = from; at < from + count * RECORD; at += RECORD) {
-            const block = data[at];
-            this.request[block] = data[at + 1];
-            this.logical[block] = data[at + 2];
-            this.packed[block] = data[at + 3];
-        }
-    }
-    applyFrame(data, at) {
-        this.header.set(data.subarray(at, at + HEADER));
-        this.applyRecords(data, at + HEADER, data[at]);
-    }
-}
-
-// A recording: knows where each frame begins, and moves Blocks to any of them. Position 0 is the empty pool.
+// The cells after any step. Copies of the cells are kept every so often on the way, to go back quickly.
 class Recording {
-    constructor(data, blocks) {
-        this.data = data;
-        this.blocks = blocks;
-        this.starts = [];
-        this.position = 0;
-        this.peak = 0;
-        let most = -1;
-        for (let at = 0; at < data.length; at += HEADER + data[at] * RECORD) {
-            this.starts.push(at);
-            if (data[at + 3] > most) [most, this.peak] = [data[at + 3], this.starts.length];
-        }
+  constructor(numBlocks, changes, steps) {
+    this.changes = changes;
+    [this.ends, this.numbers, this.milliseconds, this.running, this.waiting, this.referenced] = steps;
+    this.length = this.ends.length;
+    this.spacing = Math.max(16, Math.ceil(this.length / 32));
+    this.cells = new Uint32Array(3 * numBlocks);
+    this.saved = [this.cells.slice()];
+    this.position = 0; // steps that the cells have behind them
+  }
+
+  seek(position) {
+    if (position < this.position) {
+      const index = Math.floor(position / this.spacing);
+      this.cells.set(this.saved[index]);
+      this.position = index * this.spacing;
     }
-    get length() { return this.starts.length; }
-    seek(position) {
-        if (position < this.position) {
-            this.blocks.clear();
-            this.position = 0;
-        }
-        while (this.position < position) this.blocks.applyFrame(this.data, this.starts[this.position++]);
+    const [blocks, first, second, third] = this.changes;
+    while (this.position < position) {
+      const end = this.ends[this.position];
+      for (let i = this.position ? this.ends[this.position - 1] : 0; i < end; i++) {
+        const at = 3 * blocks[i];
+        this.cells[at] = first[i];
+        this.cells[at + 1] = second[i];
+        this.cells[at + 2] = third[i];
+      }
+      this.position += 1;
+      if (this.position === this.saved.length * this.spacing) this.saved.push(this.cells.slice());
     }
+    return this.cells;
+  }
 }
 
-// ---------------------------------------------------------------------------------------------- the picture
-
-class Picture {
-    constructor(canvas, blocks, blockSize, palette) {
-        Object.assign(this, { canvas, blocks, blockSize, palette, cell: 0, columns: 0, marked: -1 });
-        this.pen = canvas.getContext("2d");
-        this.rgb = palette.map(c => [1, 3, 5].map(i => parseInt(c.slice(i, i + 2), 16)));
-        this.small = document.createElement("canvas"); // one pixel a block, for cells too small to draw into
-    }
-
-    layOut(width) {
-        const count = this.blocks.count;
-        let cell = Math.floor(Math.sqrt((width * MAX_HEIGHT) / count));
-        cell = Math.max(1, Math.min(MAX_CELL, cell));
-        this.cell = cell;
-        this.columns = Math.max(1, Math.min(count, Math.floor(width / cell)));
-        this.rows = Math.ceil(count / this.columns);
-        const scale = window.devicePixelRatio || 1;
-        const [w, h] = [this.columns * cell, this.rows * cell];
-        this.canvas.width = Math.round(w * scale);
-        this.canvas.height = Math.round(h * scale);
-        this.canvas.style.width = `${w}px`;
-        this.canvas.style.height = `${h}px`;
-        this.pen.setTransform(this.canvas.width / w, 0, 0, this.canvas.height / h, 0, 0);
-    }
-
-    at(x, y) {
-        const [column, row] = [Math.floor(x / this.cell), Math.floor(y / this.cell)];
-        const block = row * this.columns + column;
-        return column >= 0 && row >= 0 && column < this.columns && block < this.blocks.count ? block : -1;
-    }
-
-    draw() {
-        if (!this.cell) return;
-        this.ink = getComputedStyle(this.canvas).color;
-        this.paper = getComputedStyle(this.canvas).outlineColor;
-        this.pen.clearRect(0, 0, this.canvas.width, this.canvas.height);
-        if (this.cell < 5) this.drawPixels();
-        else for (let block = 0; block < this.blocks.count; block++) this.drawCell(block);
-        if (this.marked >= 0) this.drawMarks();
-    }
-
-    drawCell(block) {
-        const { pen, cell, blocks } = this;
-        const gap = cell >= 10 ? 2 : 1, size = cell - gap;
-        const x = (block % this.columns) * cell, y = Math.floor(block / this.columns) * cell;
-        const owner = blocks.request[block], refCnt = blocks.refCnt(block);
-        pen.fillStyle = owner ? this.palette[(owner - 1) % this.palette.length] : this.ink;
-        if (!refCnt) {
-            pen.globalAlpha = owner ? 0.35 : 0.1;
-            pen.fillRect(x, y, size, size);
-            pen.globalAlpha = 1;
-            return;
-        }
-        const filled = Math.round((size * blocks.tokens(block)) / this.blockSize);
-        pen.globalAlpha = 0.3;
-        pen.fillRect(x, y, size, size - filled);
-        pen.globalAlpha = 1;
-        pen.fillRect(x, y + size - filled, size, filled);
-        if (size >= 9) { // a held block has an edge all round, however empty
-            pen.fillRect(x, y, size, 1);
-            pen.fillRect(x, y, 1, size - filled);
-            pen.fillRect(x + size - 1, y, 1, size - filled);
-        }
-        if (refCnt > 1) this.drawRefCnt(x, y, size, refCnt);
-    }
-
-    drawRefCnt(x, y, size, refCnt) {
-        const pen = this.pen;
-        if (size < 14) { // a dark corner with a light edge is seen on every colour
-            const corner = Math.max(2, Math.round(size * 0.45));
-            pen.fillStyle = this.paper;
-            pen.fillRect(x + size - corner, y, corner, corner);
-            pen.fillStyle = this.ink;
-            pen.fillRect(x + size - corner + 1, y, corner - 1, corner - 1);
-            return;
-        }
-        const text = refCnt > 99 ? "99+" : String(refCnt);
-        const height = Math.min(13, Math.round(size * 0.55));
-        pen.font = `600 ${height - 2}px sans-serif`;
-        const width = Math.min(size, Math.ceil(pen.measureText(text).width) + 4);
-        pen.fillStyle = this.paper;
-        pen.fillRect(x + size - width, y, width, height);
-        pen.fillStyle = this.ink;
-        pen.textAlign = "center";
-        pen.textBaseline = "middle";
-        pen.fillText(text, x + size - width / 2, y + height / 2 + 0.5, width);
-    }
-
-    drawPixels() {
-        const { blocks, columns, rows, small } = this;
-        if (small.width !== columns || small.height !== rows) Object.assign(small, { width: columns, height: rows });
-        const image = new ImageData(columns, rows);
-        const ink = (this.ink.match(/[\d.]+/g) ?? [128, 128, 128]).map(Number);
-        for (let block = 0; block < blocks.count; block++) {
-            const owner = blocks.request[block];
-            const [r, g, b] = owner ? this.rgb[(owner - 1) % this.rgb.length] : ink;
-            const share = blocks.tokens(block) / this.blockSize;
-            const alpha = !owner ? 0.1 : blocks.refCnt(block) ? 0.4 + 0.6 * share : 0.35;
-            image.data.set([r, g, b, Math.round(255 * alpha)], block * 4);
-        }
-        small.getContext("2d").putImageData(image, 0, 0);
-        this.pen.imageSmoothingEnabled = false;
-        this.pen.drawImage(small, 0, 0, columns * this.cell, rows * this.cell);
-    }
-
-    // The marked block, and the others of the same request.
-    drawMarks() {
-        const { pen, blocks, columns, cell, marked } = this;
-        const owner = blocks.request[marked];
-        const size = cell >= 10 ? cell - 2 : cell;
-        pen.strokeStyle = this.ink;
-        for (let block = 0; block < blocks.count; block++) {
-            const same = owner && blocks.request[block] === owner && blocks.refCnt(block) && cell >= 5;
-            if (block !== marked && !same) continue;
-            pen.lineWidth = block === marked ? 2 : 1;
-            const inset = block === marked ? 0 : 0.5;
-            const x = (block % columns) * cell, y = Math.floor(block / columns) * cell;
-            pen.strokeRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
-        }
-    }
+function summarise(cells, blockSize) {
+  const sum = { blocks: cells.length / 3, referenced: 0, cached: 0, live: 0 };
+  const held = new Map(); // request -> blocks
+  for (let i = 0; i < cells.length; i += 3) {
+    const word = cells[i + 2];
+    if (refCntOf(word)) {
+      sum.referenced += 1;
+      sum.live += tokensOf(word);
+      held.set(cells[i], (held.get(cells[i]) ?? 0) + 1);
+    } else if (isCached(word)) sum.cached += 1;
+  }
+  sum.free = sum.blocks - sum.referenced - sum.cached;
+  sum.fragmented = sum.referenced * blockSize - sum.live;
+  return { ...sum, held };
 }
 
-// ---------------------------------------------------------------------------------------------- words around it
+// ---------------------------------------------------------------- painting, in device pixels
 
-function splitLine() {
-    const kinds = ["live", "fragmentation", "cached", "free"];
-    const names = ["live tokens", "internal fragmentation", "cached", "free"];
-    const values = kinds.map(() => element("b", {}, "0"));
-    const bars = kinds.map(kind => element("span", { class: `labkit-bar labkit-${kind}` }));
-    const items = kinds.map((kind, i) =>
-        element("span", { class: "labkit-item" }, element("i", { class: `labkit-swatch labkit-${kind}` }), values[i], ` ${names[i]}`));
-    const node = element("div", { class: "labkit-split" },
-        element("div", { class: "labkit-bars", "aria-hidden": "true" }, ...bars), element("div", { class: "labkit-items" }, ...items));
-    return {
-        node,
-        show(slots) {
-            const total = slots.reduce((a, b) => a + b, 0);
-            slots.forEach((count, i) => {
-                values[i].textContent = number.format(count);
-                bars[i].style.width = `${(100 * count) / total}%`;
-            });
-        },
+function layOut(numBlocks, width, ratio) {
+  for (let pitch = Math.round(MAX_PITCH * ratio); ; pitch--) {
+    let columns = Math.max(1, Math.min(numBlocks, Math.floor(width / pitch)));
+    if (columns > 16) columns -= columns % 8;
+    const rows = Math.ceil(numBlocks / columns);
+    if (rows * pitch > MAX_HEIGHT * ratio && pitch > 1) continue;
+    const gap = pitch >= 10 * ratio ? Math.round(2 * ratio) : pitch >= 4 ? 1 : 0;
+    return { pitch, columns, rows, side: pitch - gap, ratio };
+  }
+}
+
+const pixel = ([r, g, b], alpha = 255) => ((alpha << 24) | (b << 16) | (g << 8) | r) >>> 0;
+const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+
+function inks(styles) {
+  return styles.map(({ fill, hatch }) => ({
+    full: pixel(channels(fill)),
+    hatch: hatch && pixel(channels(hatch)),
+    pale: pixel(channels(fill), 90),
+    reserved: pixel(channels(fill), 70),
+  }));
+}
+
+function paintCells(pixels, stride, { pitch, columns, side }, cells, blockSize, palette, text, chosen) {
+  const empty = pixel(text, 30);
+  const outline = pixel(text);
+  const [black, white] = [pixel([0, 0, 0]), pixel([255, 255, 255])];
+  const spacing = Math.max(4, Math.round(side / 4)); // of hatch lines
+  for (let block = 0; block < cells.length / 3; block++) {
+    const request = cells[3 * block];
+    const word = cells[3 * block + 2];
+    const corner = Math.floor(block / columns) * pitch * stride + (block % columns) * pitch;
+    const box = (x, y, w, h, colour) => {
+      for (let row = y; row < y + h; row++) pixels.fill(colour, corner + row * stride + x, corner + row * stride + x + w);
     };
+    if (!request) {
+      box(0, 0, side, side, empty);
+      continue;
+    }
+    const ink = palette[(request - 1) % palette.length];
+    const refCnt = refCntOf(word);
+    if (!refCnt) {
+      box(0, 0, side, side, ink.pale);
+      continue;
+    }
+    const tokens = tokensOf(word);
+    const height = tokens ? Math.max(1, Math.round((side * tokens) / blockSize)) : 0;
+    box(0, 0, side, side - height, ink.reserved);
+    box(0, side - height, side, height, ink.full);
+    if (ink.hatch && side >= 4) {
+      for (let y = side - height; y < side; y++)
+        for (let x = (spacing - (y % spacing)) % spacing; x < side; x += spacing) pixels[corner + y * stride + x] = ink.hatch;
+    }
+    if (side >= 8) {
+      box(0, 0, side, 1, ink.full);
+      box(0, 0, 1, side, ink.full);
+      box(side - 1, 0, 1, side, ink.full);
+    }
+    if (refCnt > 1 && side >= 5) {
+      const mark = Math.max(3, Math.round(side / 3));
+      box(side - mark, 0, mark, mark, black);
+      if (mark > 2) box(side - mark + 1, 1, mark - 2, mark - 2, white);
+    }
+    if (request === chosen && side >= 5) {
+      const line = side >= 16 ? 2 : 1;
+      box(0, 0, side, line, outline);
+      box(0, side - line, side, line, outline);
+      box(0, 0, line, side, outline);
+      box(side - line, 0, line, side, outline);
+    }
+  }
 }
 
-function requestLegend(palette, namesOf) {
-    const node = element("div", { class: "labkit-requests" });
-    let shown = "";
-    return {
-        node,
-        show(blocks) {
-            const counts = new Map();
-            for (let block = 0; block < blocks.count; block++)
-                if (blocks.refCnt(block)) counts.set(blocks.request[block], (counts.get(blocks.request[block]) ?? 0) + 1);
-            const owners = [...counts.keys()].sort((a, b) => a - b);
-            const key = owners.join();
-            if (key === shown) return;
-            shown = key;
-            const names = namesOf(), most = 24;
-            node.replaceChildren(
-                ...owners.slice(0, most).map(owner => {
-                    const swatch = element("i", { class: "labkit-swatch" });
-                    swatch.style.background = palette[(owner - 1) % palette.length];
-                    return element("span", { class: "labkit-item" }, swatch, names[owner - 1] ?? "?");
-                }),
-                owners.length > most ? `and ${owners.length - most} more` : "",
-                owners.length ? "" : "no request holds a block");
-        },
+// ---------------------------------------------------------------- the page
+
+function element(tag, className, properties = {}) {
+  return Object.assign(document.createElement(tag), { className, ...properties });
+}
+
+const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "0 %");
+
+class View {
+  constructor(model, el) {
+    this.model = model;
+    this.blockSize = model.get("block_size");
+    this.styles = model.get("styles");
+    this.palette = inks(this.styles);
+    this.cells = new Uint32Array(3 * model.get("num_blocks"));
+    this.status = [0, 0, 0];
+    this.chosen = 0; // number of the request whose blocks are outlined
+    this.pointed = -1; // block
+    this.announcedAt = 0;
+    this.stopped = new AbortController();
+
+    this.root = element("div", "labkit-blocks");
+    this.root.dataset.lmSuppressShortcuts = "true"; // else JupyterLab takes the arrow keys
+    this.bar = element("div", "labkit-bar", { ariaHidden: "true" });
+    this.bar.append(...["live", "fragmented", "cached", "free"].map((kind) => element("span", `labkit-${kind}`)));
+    this.summary = element("div", "labkit-summary");
+    this.frame = element("div", "labkit-frame");
+    this.canvas = element("canvas", "labkit-canvas", { tabIndex: 0, role: "img" });
+    this.tip = element("div", "labkit-tip", { hidden: true });
+    this.frame.append(this.canvas, this.tip);
+    this.legend = element("div", "labkit-legend");
+    this.spoken = element("div", "labkit-spoken", { ariaLive: "polite" });
+    this.root.append(this.summary, this.bar, this.frame, this.legend, this.spoken);
+    el.append(this.root);
+
+    const { signal } = this.stopped;
+    this.canvas.addEventListener("pointermove", (event) => this.pointAt(this.blockUnder(event)), { signal });
+    this.canvas.addEventListener("pointerleave", () => this.pointAt(-1), { signal });
+    this.canvas.addEventListener("blur", () => this.pointAt(-1), { signal });
+    this.canvas.addEventListener("keydown", (event) => this.onArrow(event), { signal });
+    const resized = new ResizeObserver(() => this.redraw());
+    resized.observe(this.frame);
+    const themed = new MutationObserver(() => this.redraw()); // JupyterLab tells its theme in attributes of body
+    themed.observe(document.body, { attributes: true });
+    signal.addEventListener("abort", () => {
+      resized.disconnect();
+      themed.disconnect();
+      cancelAnimationFrame(this.request);
+      clearTimeout(this.speaking);
+    });
+  }
+
+  show(cells, status) {
+    this.cells = cells;
+    this.status = status;
+    this.redraw();
+  }
+
+  redraw() {
+    cancelAnimationFrame(this.request);
+    this.request = requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    const ratio = window.devicePixelRatio || 1;
+    const width = Math.floor(this.frame.clientWidth * ratio);
+    if (!width) return; // not on the page yet; the ResizeObserver calls again
+    const layout = (this.layout = layOut(this.cells.length / 3, width, ratio));
+    const [w, h] = [layout.columns * layout.pitch, layout.rows * layout.pitch];
+    if (this.canvas.width !== w || this.canvas.height !== h) {
+      Object.assign(this.canvas, { width: w, height: h });
+      Object.assign(this.canvas.style, { width: `${w / ratio}px`, height: `${h / ratio}px` });
+      this.image = new ImageData(w, h);
+    }
+    const pixels = new Uint32Array(this.image.data.buffer);
+    pixels.fill(0);
+    const text = getComputedStyle(this.root).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+    paintCells(pixels, w, layout, this.cells, this.blockSize, this.palette, text, this.chosen);
+    this.canvas.getContext("2d", { willReadFrequently: true }).putImageData(this.image, 0, 0);
+    this.describe();
+  }
+
+  describe() {
+    const { referenced, cached, free, live, fragmented, blocks, held } = summarise(this.cells, this.blockSize);
+    const [step, running, waiting] = this.status;
+    const slots = blocks * this.blockSize;
+    const shares = [live, fragmented, cached * this.blockSize, free * this.blockSize];
+    shares.forEach((share, i) => (this.bar.children[i].style.width = `${(100 * share) / slots}%`));
+    this.summary.textContent =
+      `${referenced.toLocaleString("en")} of ${plural(blocks, "block")} in use · ${plural(live, "live token")} · ` +
+      `fragmentation ${percent(fragmented, referenced * this.blockSize)} · ${cached.toLocaleString("en")} cached · ` +
+      `${free.toLocaleString("en")} free · ${running} running, ${waiting} waiting`;
+    const label = `Block table at step ${step}: ${this.summary.textContent}`;
+    this.canvas.ariaLabel = label;
+    this.writeLegend(held);
+    if (this.pointed >= 0) this.writeTip();
+    this.speak(label);
+  }
+
+  // At most once a second, and always the last.
+  speak(text) {
+    clearTimeout(this.speaking);
+    const wait = Math.max(0, this.announcedAt + 1000 - performance.now());
+    this.speaking = setTimeout(() => {
+      this.announcedAt = performance.now();
+      this.spoken.textContent = text;
+    }, wait);
+  }
+
+  name(request) {
+    return this.model.get("request_ids")[request - 1] ?? `number ${request}`;
+  }
+
+  writeLegend(held) {
+    const shown = [...held].sort(([a], [b]) => a - b).slice(0, LEGEND_LENGTH);
+    const key = JSON.stringify([shown, held.size]);
+    if (key === this.legendKey) return;
+    this.legendKey = key;
+    const chips = shown.map(([request, count]) => {
+      const { fill, hatch } = this.styles[(request - 1) % this.styles.length];
+      const swatch = element("span", "labkit-swatch");
+      swatch.style.background = hatch ? `repeating-linear-gradient(135deg, ${hatch} 0 1px, ${fill} 1px 4px)` : fill;
+      const chip = element("span", "labkit-chip", { title: plural(count, "block") });
+      chip.append(swatch, `request ${this.name(request)}`);
+      return chip;
+    });
+    if (held.size > shown.length) chips.push(element("span", "labkit-chip", { textContent: `+ ${held.size - shown.length} more` }));
+    const states = [
+      ["reserved", "held, not written"],
+      ["shared", "ref_cnt > 1"],
+      ["cached", "cached"],
+      ["free", "free"],
+    ].map(([kind, text]) => {
+      const chip = element("span", "labkit-chip labkit-state");
+      chip.append(element("span", `labkit-swatch labkit-${kind}`), text);
+      return chip;
+    });
+    this.legend.replaceChildren(...states, ...chips);
+  }
+
+  // -------------------------------------------------------------- looking at one block
+
+  blockUnder(event) {
+    const { pitch, columns, ratio } = this.layout;
+    const [column, row] = [event.offsetX, event.offsetY].map((offset) => Math.floor((offset * ratio) / pitch));
+    const block = row * columns + column;
+    return column >= 0 && column < columns && row >= 0 && block < this.cells.length / 3 ? block : -1;
+  }
+
+  onArrow(event) {
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.layout.columns, ArrowDown: this.layout.columns }[event.key];
+    if (event.key === "Escape") this.pointAt(-1);
+    if (by === undefined) return;
+    event.preventDefault();
+    const block = this.pointed < 0 ? 0 : this.pointed + by;
+    if (block < 0 || block >= this.cells.length / 3) return;
+    this.pointAt(block);
+    this.speak(this.tip.textContent);
+  }
+
+  pointAt(block) {
+    if (block === this.pointed) return;
+    this.pointed = block;
+    this.tip.hidden = block < 0;
+    const chosen = block < 0 ? 0 : this.cells[3 * block];
+    if (block >= 0) this.writeTip();
+    if (chosen === this.chosen) return;
+    this.chosen = chosen;
+    this.redraw();
+  }
+
+  writeTip() {
+    const [request, logical, word] = this.cells.subarray(3 * this.pointed, 3 * this.pointed + 3);
+    const refCnt = refCntOf(word);
+    const lines = [`block ${this.pointed}`];
+    if (!request) lines.push("free");
+    else {
+      lines.push(`${refCnt ? "request" : "last held by request"} ${this.name(request)}`, `logical block ${logical}`);
+      lines.push(`${tokensOf(word)} of ${plural(this.blockSize, "token")}`, `ref_cnt ${refCnt}`);
+      if (isCached(word)) lines.push("in the prefix cache");
+    }
+    this.tip.textContent = lines.join(" · ");
+    const { pitch, columns, ratio } = this.layout;
+    const left = ((this.pointed % columns) * pitch) / ratio;
+    const top = ((Math.floor(this.pointed / columns) + 1) * pitch) / ratio;
+    this.tip.style.top = `${top + 4}px`;
+    this.tip.style.left = `${Math.max(0, Math.min(left, this.frame.clientWidth - this.tip.offsetWidth - 4))}px`;
+  }
+}
+
+// ---------------------------------------------------------------- player
+
+class Player {
+  constructor(view, recording) {
+    this.view = view;
+    this.recording = recording;
+    this.controls = element("div", "labkit-controls");
+    this.back = this.button("◀", "step back", () => this.jump(-1));
+    this.toggle = this.button("▶ Play", "play", () => (this.playing ? this.pause() : this.play()));
+    this.forth = this.button("▶|", "step forward", () => this.jump(1));
+    this.slider = element("input", "labkit-slider", { type: "range", min: 1, max: recording.length, step: 1, value: 1 });
+    this.slider.ariaLabel = "step";
+    this.slider.addEventListener("input", () => {
+      this.pause();
+      this.go(Number(this.slider.value));
+    });
+    this.speed = element("select", "labkit-speed", { ariaLabel: "steps a second" });
+    this.speed.append(...SPEEDS.map((speed) => new Option(`${speed} steps/s`, speed)));
+    this.speed.value = SPEEDS.find((speed) => speed >= recording.length / 12) ?? SPEEDS.at(-1);
+    this.label = element("output", "labkit-label");
+    this.usage = element("canvas", "labkit-usage", { ariaHidden: "true" });
+    const track = element("div", "labkit-track");
+    track.append(this.usage, this.slider);
+    this.controls.append(this.back, this.toggle, this.forth, track, this.label, this.speed);
+    view.frame.before(this.controls);
+    view.stopped.signal.addEventListener("abort", () => this.pause());
+    this.drawUsage();
+    this.go(1);
+  }
+
+  button(text, label, onclick) {
+    return element("button", "labkit-button", { type: "button", textContent: text, ariaLabel: label, title: label, onclick });
+  }
+
+  go(position) {
+    const { recording } = this;
+    this.position = Math.min(recording.length, Math.max(1, position));
+    const at = this.position - 1;
+    this.slider.value = this.position;
+    this.slider.ariaValueText = `step ${recording.numbers[at]} of ${recording.numbers.at(-1)}`;
+    this.label.textContent = `step ${recording.numbers[at]} of ${recording.numbers.at(-1)} · ${(recording.milliseconds[at] / 1000).toFixed(2)} s`;
+    this.view.show(recording.seek(this.position), [recording.numbers[at], recording.running[at], recording.waiting[at]]);
+  }
+
+  jump(by) {
+    this.pause();
+    this.go(this.position + by);
+  }
+
+  play() {
+    if (this.position === this.recording.length) this.go(1);
+    this.playing = true;
+    this.label_(true);
+    let [last, owed] = [performance.now(), 0];
+    const tick = (now) => {
+      if (!this.playing) return;
+      owed += ((now - last) / 1000) * Number(this.speed.value);
+      last = now;
+      if (owed >= 1) this.go(this.position + Math.floor(owed));
+      owed %= 1;
+      if (this.position === this.recording.length) this.pause();
+      else this.ticking = requestAnimationFrame(tick);
     };
+    this.ticking = requestAnimationFrame(tick);
+  }
+
+  pause() {
+    this.playing = false;
+    cancelAnimationFrame(this.ticking);
+    this.label_(false);
+  }
+
+  label_(playing) {
+    this.toggle.textContent = playing ? "❚❚ Pause" : "▶ Play";
+    this.toggle.ariaLabel = this.toggle.title = playing ? "pause" : "play";
+  }
+
+  // Blocks in use over all steps, behind the slider.
+  drawUsage() {
+    const [width, height] = [600, 24];
+    Object.assign(this.usage, { width, height });
+    const pen = this.usage.getContext("2d");
+    pen.fillStyle = "#0072b2";
+    const { referenced, length } = this.recording;
+    for (let x = 0; x < width; x++) {
+      const share = referenced[Math.floor((x * length) / width)] / (this.view.cells.length / 3);
+      pen.fillRect(x, height * (1 - share), 1, height * share);
+    }
+  }
 }
 
-// Runs a function now or, if it ran less than a second ago, when the second is over.
-function atMostOnceASecond(run) {
-    let last = -Infinity, timer = 0;
-    const go = () => { last = performance.now(); timer = 0; run(); };
-    return {
-        call() { if (!timer) timer = setTimeout(go, Math.max(0, last + 1000 - performance.now())); },
-        stop() { clearTimeout(timer); },
-    };
-}
-
-// ---------------------------------------------------------------------------------------------- player
-
-function player(recording, onMove) {
-    const button = (label, name) => element("button", { type: "button", "aria-label": label, title: label }, icon(name));
-    const back = button("one step back", "back"), forward = button("one step forward", "forward"), play = button("play", "play");
-    const range = element("input", { type: "range", min: 0, max: recording.length, step: 1, "aria-label": "position in the recording" });
-    const speed = element("select", { "aria-label": "steps a second" },
-        ...SPEEDS.map(value => element("option", { value }, `${value} steps/s`)));
-    const wanted = recording.length / 12;
-    speed.value = SPEEDS.find(value => value >= wanted) ?? SPEEDS.at(-1);
-    const node = element("div", { class: "labkit-controls" }, back, play, forward, range, speed);
-    let playing = false, untouched = true, exact = 0, last = 0, request = 0;
-
-    function move(position) {
-        recording.seek(Math.max(0, Math.min(recording.length, position)));
-        range.value = recording.position;
-        onMove();
-        range.setAttribute("aria-valuetext", `step ${recording.blocks.header[1]}, ${recording.position} of ${recording.length}`);
-    }
-    function setPlaying(value) {
-        playing = value;
-        play.replaceChildren(icon(playing ? "pause" : "play"));
-        for (const name of ["aria-label", "title"]) play.setAttribute(name, playing ? "pause" : "play");
-        cancelAnimationFrame(request);
-        if (!playing) return;
-        if (untouched || recording.position === recording.length) move(0);
-        [exact, last, untouched] = [recording.position, performance.now(), false];
-        request = requestAnimationFrame(tick);
-    }
-    function tick(now) {
-        exact += (Math.max(0, now - last) / 1000) * Number(speed.value);
-        last = now;
-        if (Math.floor(exact) > recording.position) move(Math.floor(exact));
-        if (recording.position === recording.length) setPlaying(false);
-        else request = requestAnimationFrame(tick);
-    }
-    function jump(position) {
-        setPlaying(false);
-        untouched = false;
-        move(position);
-    }
-    play.addEventListener("click", () => setPlaying(!playing));
-    back.addEventListener("click", () => jump(recording.position - 1));
-    forward.addEventListener("click", () => jump(recording.position + 1));
-    range.addEventListener("input", () => jump(Number(range.value)));
-    return { node, start: () => move(recording.peak), stop: () => cancelAnimationFrame(request) };
-}
-
-// ---------------------------------------------------------------------------------------------- the widget
-
-function render({ model, el }) {
-    const palette = model.get("_palette"), blockSize = model.get("block_size"), count = model.get("num_blocks");
-    const blocks = new Blocks(count);
-    const data = words(model.get("_recording"));
-    const recording = data.length ? new Recording(data, blocks) : null;
-    const stride = model.get("_steps_per_frame");
-
-    const title = element("div", { class: "labkit-title" });
-    const canvas = element("canvas", { class: "labkit-canvas", role: "img", tabindex: 0 });
-    const tooltip = element("div", { class: "labkit-tooltip", hidden: "" });
-    const stage = element("div", { class: "labkit-stage" }, canvas, tooltip);
-    const status = element("div", { class: "labkit-hidden", "aria-live": "polite" });
-    const split = splitLine(), legend = requestLegend(palette, () => model.get("_request_ids"));
-    const picture = new Picture(canvas, blocks, blockSize, palette);
-    const controls = recording && player(recording, schedule);
-    // Keys pressed in here are for the controls, not for the notebook.
-    const root = element("div", { class: "labkit-block-table", "data-lm-suppress-shortcuts": "true" }, title, stage, split.node,
-        ...(controls ? [controls.node] : []), legend.node, status);
-    if (model.get("caption")) root.prepend(element("div", { class: "labkit-caption" }, model.get("caption")));
-    el.append(root);
-
-    let scheduled = 0;
-    function schedule() { scheduled ||= requestAnimationFrame(show); }
-
-    function slots() {
-        const [, , live, referenced, cached] = blocks.header;
-        return [live, referenced * blockSize - live, cached * blockSize, (count - referenced - cached) * blockSize];
-    }
-
-    function show() {
-        scheduled = 0;
-        if (!recording) {
-            const [base, frame] = [words(model.get("_base")), words(model.get("_frame"))];
-            blocks.clear();
-            blocks.applyRecords(base, 0, base.length / RECORD);
-            if (frame.length) blocks.applyFrame(frame, 0);
-        }
-        picture.draw();
-        const [, step, , referenced, , running, waiting, milliseconds] = blocks.header;
-        const every = stride > 1 ? ` (every ${stride}th step is shown)` : "";
-        title.textContent = `Step ${number.format(step)}${every} · ${(milliseconds / 1000).toFixed(2)} s · `
-            + `${number.format(referenced)} of ${number.format(count)} blocks held · ${running} running, ${waiting} waiting`;
-        split.show(slots());
-        legend.show(blocks);
-        canvas.dataset.step = step;
-        canvas.dataset.cell = picture.cell;
-        canvas.dataset.columns = picture.columns;
-        if (picture.marked >= 0) point(picture.marked);
-        announce.call();
-    }
-
-    const announce = atMostOnceASecond(() => {
-        const [live, fragmentation, cached, free] = slots().map(value => number.format(value));
-        const text = `${title.textContent}. Of ${number.format(count * blockSize)} slots ${live} hold live tokens, `
-            + `${fragmentation} are internal fragmentation, ${cached} are cached, ${free} are free.`;
-        canvas.setAttribute("aria-label", `Block table of ${count} blocks of ${blockSize} tokens. ${text}`);
-        status.textContent = picture.marked >= 0 ? tooltip.innerText : text;
-    });
-
-    // ------------------------------------------------------------------ pointing at a block
-
-    function describe(block) {
-        const owner = blocks.request[block], refCnt = blocks.refCnt(block);
-        if (!owner) return [`block ${block}`, "free"];
-        const name = model.get("_request_ids")[owner - 1] ?? "?";
-        const lines = [`block ${block}`, `${refCnt ? "request" : "cached, last held by"} ${name}`];
-        lines.push(`logical block ${blocks.logical[block]}`, `${blocks.tokens(block)} of ${blockSize} tokens`, `ref_cnt ${refCnt}`);
-        if (refCnt && blocks.isCached(block)) lines.push("in the prefix cache");
-        return lines;
-    }
-
-    function point(block) {
-        picture.marked = block;
-        tooltip.hidden = block < 0;
-        if (block < 0) return;
-        tooltip.innerText = describe(block).join("\n");
-        const { cell, columns } = picture;
-        const x = (block % columns) * cell, y = Math.floor(block / columns) * cell;
-        const left = x + cell + 8 + tooltip.offsetWidth <= stage.clientWidth ? x + cell + 8 : Math.max(0, x - tooltip.offsetWidth - 8);
-        tooltip.style.left = `${left}px`;
-        tooltip.style.top = `${y + cell + 4}px`;
-    }
-
-    function pointAndDraw(block) {
-        if (block === picture.marked) return;
-        point(block);
-        schedule();
-    }
-
-    canvas.addEventListener("pointermove", event => pointAndDraw(picture.at(event.offsetX, event.offsetY)));
-    canvas.addEventListener("pointerleave", () => pointAndDraw(-1));
-    canvas.addEventListener("blur", () => pointAndDraw(-1));
-    canvas.addEventListener("keydown", event => {
-        if (event.key === "Escape") return pointAndDraw(-1);
-        const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -picture.columns, ArrowDown: picture.columns };
-        if (!(event.key in moves)) return;
-        event.preventDefault();
-        const next = picture.marked < 0 ? 0 : picture.marked + moves[event.key];
-        if (next >= 0 && next < count) pointAndDraw(next);
-    });
-
-    // ------------------------------------------------------------------ what else can change
-
-    const sizes = new ResizeObserver(() => {
-        if (!stage.clientWidth) return;
-        picture.layOut(stage.clientWidth);
-        show();
-    });
-    sizes.observe(stage);
-    const theme = new MutationObserver(schedule);
-    theme.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name", "class"] });
-    const dark = matchMedia("(prefers-color-scheme: dark)");
-    dark.addEventListener("change", schedule);
-    if (!recording) model.on("change:_frame", schedule);
-    else controls.start();
-
+async function render({ model, el }) {
+  const view = new View(model, el);
+  if (model.get("changes").byteLength) {
+    const columns = await Promise.all([inflatedColumns(model.get("changes"), 4), inflatedColumns(model.get("steps"), 6)]);
+    if (!view.stopped.signal.aborted) new Player(view, new Recording(model.get("num_blocks"), ...columns));
     return () => {
-        sizes.disconnect();
-        theme.disconnect();
-        dark.removeEventListener("change", schedule);
-        model.off("change:_frame", schedule);
-        cancelAnimationFrame(scheduled);
-        controls?.stop();
-        announce.stop();
+      view.stopped.abort();
+      view.root.remove();
     };
+  }
+  const showNow = () => view.show(words(model.get("cells")), model.get("status"));
+  model.on("change", showNow);
+  showNow();
+  return () => {
+    model.off("change", showNow);
+    view.stopped.abort();
+    view.root.remove();
+  };
 }
 
 export default { render };

@@ -12,7 +12,7 @@ import traitlets
 
 from labkit.observe import StepRecord, Trace
 
-from .block_cells import CellState, encode_trace
+from .block_cells import Cells, CellState, PoolSplit, encode_trace
 from .block_svg import block_svg
 from .palette import request_styles
 
@@ -64,10 +64,10 @@ class BlockTable(anywidget.AnyWidget):
         self._state = CellState(num_blocks, block_size)
         self._trace: Trace | None = None
         self._num_seen = 0
+        self._num_applied = 0
         self._last_record: StepRecord | None = None
         self._last_push = float("-inf")
-        self._picture = self._state.cells, self._state.split()
-        self._shown = "before the first step"
+        self._fullest: tuple[str, Cells, PoolSplit] | None = None  # of a player: its still picture
         traits.setdefault("cells", self._state.cells.tobytes())
         traits.setdefault("status", [0, 0, 0])
         super().__init__(num_blocks=num_blocks, block_size=block_size, styles=request_styles(), **traits)
@@ -87,8 +87,8 @@ class BlockTable(anywidget.AnyWidget):
             changes=encoded.changes,
             steps=encoded.steps,
         )
-        table._picture = encoded.fullest_cells, encoded.fullest_split
-        table._shown = f"step {encoded.fullest_step} of {len(trace)}, the fullest"
+        caption = f"step {encoded.fullest_step} of {len(trace)}, the fullest"
+        table._fullest = caption, encoded.fullest_cells, encoded.fullest_split
         return table
 
     @classmethod
@@ -136,7 +136,7 @@ class BlockTable(anywidget.AnyWidget):
         """Take in one step, and show it unless a frame was sent just now; :meth:`flush` shows what is left."""
         self._state.apply(record)
         self._last_record = record
-        self._shown = f"step {record.step + 1}"
+        self._num_applied += 1
         frame_bytes = self._state.cells.nbytes + 8 * len(self._state.request_ids)
         interval = max(1 / MAX_FRAMES_PER_SECOND, frame_bytes / MAX_BYTES_PER_SECOND)
         if time.monotonic() - self._last_push >= interval:
@@ -148,10 +148,9 @@ class BlockTable(anywidget.AnyWidget):
         if record is None:
             return
         self._last_push = time.monotonic()
-        self._picture = self._state.cells, self._state.split()
         with self.hold_sync():  # one message a frame
             self.cells = self._state.cells.tobytes()
-            self.status = [record.step + 1, record.num_running, record.num_waiting]
+            self.status = [self._num_applied, record.num_running, record.num_waiting]
             if len(self.request_ids) != len(self._state.request_ids):
                 self.request_ids = list(self._state.request_ids)
 
@@ -159,12 +158,16 @@ class BlockTable(anywidget.AnyWidget):
 
     def to_svg(self) -> str:
         """A still picture: of a live table now, of a player at the fullest step."""
-        cells, split = self._picture
-        return block_svg(cells, split, self.styles, self._shown)
+        caption, cells, split = self._still()
+        return block_svg(cells, split, self.styles, caption)
 
     def __repr__(self) -> str:
-        _, split = self._picture
-        return f"BlockTable({self.num_blocks} blocks of {self.block_size} tokens; {self._shown}: {split})"
+        caption, _, split = self._still()
+        return f"BlockTable({self.num_blocks} blocks of {self.block_size} tokens; {caption}: {split})"
+
+    def _still(self) -> tuple[str, Cells, PoolSplit]:
+        caption = f"step {self._num_applied}" if self._num_applied else "before the first step"
+        return self._fullest or (caption, self._state.cells, self._state.split())
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
         bundle = super()._repr_mimebundle_(**kwargs)
