@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -47,23 +49,44 @@ def paged_attention_forward(
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 
-def attach(model: PreTrainedModel) -> str | None:
-    """Make ``model`` call our attention; returns the name of what it used before, for :func:`detach`.
+@dataclass(slots=True)
+class _Attached:
+    before: str | None
+    num_engines: int
+
+
+# Engines may share a model: it gets its own attention back when the last of them lets go.
+_attached: WeakKeyDictionary[PreTrainedModel, _Attached] = WeakKeyDictionary()
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Make ``model`` call our attention, until as many calls of :func:`detach`.
 
     Raises ValueError if the architecture does not go through transformers' attention interface (falcon, bloom, mpt
     and others only log that they ignore the request).
     """
-    text_config = model.config.get_text_config()
-    before = text_config._attn_implementation
+    if model in _attached:
+        _attached[model].num_engines += 1
+        return
+    before = model.config.get_text_config()._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
-    if text_config._attn_implementation != ATTENTION_NAME:
+    if not is_attached(model):
         raise ValueError(
             f"{type(model).__name__} (model_type {model.config.model_type!r}) does not let its attention be replaced: "
             "it does not use transformers' attention interface, so its KV cache cannot be paged"
         )
-    return before
+    _attached[model] = _Attached(before, 1)
 
 
-def detach(model: PreTrainedModel, before: str | None) -> None:
-    """Give the model its own attention back."""
-    model.set_attn_implementation(before or "eager")
+def is_attached(model: PreTrainedModel) -> bool:
+    """Whether ``model`` calls our attention now."""
+    return model.config.get_text_config()._attn_implementation == ATTENTION_NAME
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo one :func:`attach`; after the last the model has its own attention back."""
+    attached = _attached[model]
+    attached.num_engines -= 1
+    if attached.num_engines == 0:
+        del _attached[model]
+        model.set_attn_implementation(attached.before or "eager")

@@ -24,7 +24,7 @@ from labkit.scheduling import Scheduler, SchedulerConfig, StaticScheduler
 
 from .attention import attach, detach
 from .backends import load_backend
-from .kv_storage import KVStorage, record_layer_shapes
+from .kv_storage import KVStorage, LayerShape, record_layer_shapes
 from .memory_plan import MemoryPlan, plan_memory
 from .model_executor import ModelExecutor
 
@@ -151,11 +151,10 @@ class BuiltEngine:
     storage: KVStorage
     memory: MemoryPlan
     backend_name: str
-    previous_attention: str | None
 
     def release(self, model: PreTrainedModel) -> None:
         """Free the pool's tensors and give ``model`` its own attention back."""
-        detach(model, self.previous_attention)
+        detach(model)
         self.storage.release()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -167,9 +166,10 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
     On any error the model has its own attention again.
     """
     backend_name, backend = load_backend(options.attention_backend, model.device)
-    previous_attention = attach(model)
+    attach(model)
     try:
         shapes = record_layer_shapes(model)
+        _require_windows_to_arrive(model, shapes)
         max_num_batched_tokens = options.max_num_batched_tokens
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(options.max_num_seqs, 8192 if model.device.type == "cuda" else 2048)
@@ -196,9 +196,25 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
         )
         engine = Engine(scheduler, ModelExecutor(model, storage, backend), trace)
     except BaseException:
-        detach(model, previous_attention)
+        detach(model)
         raise
-    return BuiltEngine(engine, storage, memory, backend_name, previous_attention)
+    return BuiltEngine(engine, storage, memory, backend_name)
+
+
+def _require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:
+    """Raise ValueError if the config sets a sliding window that lives in the mask only, which we never see."""
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        lost = [i for i, kind in enumerate(layer_types) if kind == "sliding_attention" and not shapes[i].sliding_window]
+    else:
+        has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        lost = list(shapes) if has_window and not any(shape.sliding_window for shape in shapes.values()) else []
+    if lost:
+        raise ValueError(
+            f"{type(model).__name__} (model_type {config.model_type!r}) is not supported: the sliding window of layers "
+            f"{lost} does not reach the attention function, so they would see too much"
+        )
 
 
 def _make_allocator(options: EngineOptions, memory: MemoryPlan) -> KVAllocator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import count
@@ -18,6 +19,7 @@ from labkit.core import Engine
 from labkit.observe import EngineStats, Trace
 from labkit.scheduling import Request, SamplingParams
 
+from .attention import is_attached
 from .build import EngineOptions, build_engine, eos_token_ids, resolve_model, vocab_size
 from .in_flight import Inbox, RequestsInFlight
 from .memory_monitor import MemoryMonitor
@@ -97,6 +99,9 @@ class LLM:
         self._in_flight = RequestsInFlight(self.engine, self._tokenizer)
         self._step_outputs = Inbox(wants_partial=True)
         self._closed = False
+        # Also when nobody calls close: a model that was passed in gets its own attention back.
+        self._release = weakref.finalize(self, self._built.release, self.model)
+        self._release.atexit = False
 
     # ------------------------------------------------------------------ whole calls
 
@@ -242,7 +247,7 @@ class LLM:
             return
         self._in_flight.abort_all()
         self._closed = True
-        self._built.release(self.model)
+        self._release()
 
     def __enter__(self) -> LLM:
         return self
@@ -255,6 +260,11 @@ class LLM:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this LLM is closed: make a new one")
+        if not is_attached(self.model):
+            raise RuntimeError(
+                "the model's attention was replaced (set_attn_implementation) after this LLM was made, so its answers "
+                "would be wrong: make a new LLM"
+            )
 
     def _checked_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int

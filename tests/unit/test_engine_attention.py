@@ -116,9 +116,9 @@ def test_staging_lays_out_tokens_positions_and_slots():
 
 
 def test_copies_read_every_source_before_they_write(tiny_llama):
-    before = attach(tiny_llama)
+    attach(tiny_llama)
     storage = KVStorage(record_layer_shapes(tiny_llama), 4, BLOCK_SIZE, "cpu")
-    detach(tiny_llama, before)
+    detach(tiny_llama)
     for tensor in storage.tensors():
         tensor.copy_(torch.arange(4.0)[:, None, None, None].expand_as(tensor))
     storage.copy_blocks([(0, 1), (1, 2)])
@@ -127,9 +127,9 @@ def test_copies_read_every_source_before_they_write(tiny_llama):
 
 
 def test_shapes_come_from_what_attention_receives(tiny_llama: LlamaForCausalLM):
-    before = attach(tiny_llama)
+    attach(tiny_llama)
     shapes = record_layer_shapes(tiny_llama)
-    detach(tiny_llama, before)
+    detach(tiny_llama)
     config = tiny_llama.config
     assert list(shapes) == list(range(config.num_hidden_layers))
     assert all((s.num_kv_heads, s.head_dim_k, s.head_dim_v) == (2, 16, 16) for s in shapes.values())
@@ -167,17 +167,17 @@ def test_layers_that_share_kv_own_no_pages():
 
 def test_a_model_whose_attention_cannot_be_replaced_is_refused():
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
-    with pytest.raises(ValueError, match="BloomForCausalLM.*attention"):
+    with pytest.raises(ValueError, match=r"BloomForCausalLM.*attention"):
         attach(BloomForCausalLM(config))
 
 
 def test_calling_an_attached_model_outside_the_engine_says_what_to_do(tiny_llama):
-    before = attach(tiny_llama)
+    attach(tiny_llama)
     try:
         with pytest.raises(RuntimeError, match=r"llm\.close\(\)"):
             tiny_llama(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
     finally:
-        detach(tiny_llama, before)
+        detach(tiny_llama)
     assert tiny_llama(torch.zeros(1, 2, dtype=torch.int64)).logits.shape == (1, 2, 128)
 
 
