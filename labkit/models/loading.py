@@ -23,7 +23,7 @@ from labkit.kv_math import ModelShape, model_shape
 
 from .embedded import fetch
 from .gguf import GGUFFile
-from .gguf_llama import gguf_tokenizer, llama_config, llama_weights
+from .gguf_llama import gguf_tokenizer, llama_model
 
 _DTYPES = {
     "float32": torch.float32,
@@ -145,11 +145,7 @@ def _load_gguf(
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     file = GGUFFile(path)
-    config = llama_config(file)
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(llama_weights(file, config), strict=not config.tie_word_embeddings)
-    model.tie_weights()
-    return model.to(dtype), gguf_tokenizer(file) if wants_tokenizer else None
+    return llama_model(file, dtype), gguf_tokenizer(file) if wants_tokenizer else None
 
 
 @contextlib.contextmanager
