@@ -10,23 +10,27 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from .rope import check_rows, rope, rope_and_write_kv, rope_cos_sin
+from .rope import check_rows, launch_options, rope, rope_and_write_kv, rope_cos_sin
 
 __all__ = ["rms_norm", "rope", "rope_and_write_kv", "rope_cos_sin", "silu_mul"]
 
 
 @triton.jit
 def rms_norm_kernel(
-    x, weight, out, num_rows, x_row, eps, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    x, weight, out, num_rows, x_row, eps,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program owns ROWS whole rows, so nothing crosses programs."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    if EARLY:
+        gdc_wait()
     column = tl.arange(0, WIDTH)[None, :]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     inside = (row < num_rows) & (column < SIZE)
     values = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, axis=1) / SIZE + eps)
     gain = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=1) / SIZE + eps)
     result = values * scale[:, None] * gain
     tl.store(out + row * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
 
@@ -46,13 +50,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = max(1, 2048 // width)
     rms_norm_kernel[(triton.cdiv(num_tokens, rows),)](
         x, weight, out, num_tokens, x.stride(0), eps,
-        SIZE=size, ROWS=rows, WIDTH=width, num_warps=min(16, max(4, width // 512)),
+        SIZE=size, ROWS=rows, WIDTH=width, num_warps=min(16, max(4, width // 512)), **launch_options(x.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, row_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def silu_mul_kernel(
+    gate_up, out, row_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < SIZE
@@ -75,6 +83,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return out
     width = min(1024, triton.next_power_of_2(size // 2))
     silu_mul_kernel[(num_tokens, triton.cdiv(size // 2, width))](
-        gate_up, out, gate_up.stride(0), SIZE=size // 2, WIDTH=width
+        gate_up, out, gate_up.stride(0), SIZE=size // 2, WIDTH=width, **launch_options(gate_up.device)
     )
     return out

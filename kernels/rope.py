@@ -10,15 +10,35 @@ Rotation follows transformers' `rotate_half`: number i of a head is paired with 
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .pages import KVPages
 
 
+@functools.cache
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """EARLY: whether a kernel may be launched while the one before it still runs, and waits for it on the device.
+
+    Programmatic dependent launch (CUDA programming guide, "programmatic dependent launch and synchronization"), compute
+    capability 9.0 and newer. Every kernel that is launched so waits before its first load, as any input, a weight
+    too, may come from the kernel before.
+    """
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
 @triton.jit
-def rope_cos_sin_kernel(position_ids, inv_freq, cos, sin, scaling, HALF: tl.constexpr, WIDTH: tl.constexpr):
+def rope_cos_sin_kernel(
+    position_ids, inv_freq, cos, sin, scaling, HALF: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     inside = i < HALF
@@ -46,8 +66,9 @@ def rope_cos_sin(
     sin = torch.empty_like(cos)
     if num_tokens:
         rope_cos_sin_kernel[(num_tokens,)](
-            position_ids, inv_freq, cos, sin, scaling, HALF=half, WIDTH=triton.next_power_of_2(half), num_warps=1
-        )
+            position_ids, inv_freq, cos, sin, scaling,
+            HALF=half, WIDTH=triton.next_power_of_2(half), num_warps=1, **launch_options(cos.device),
+        )  # fmt: skip
     return cos, sin
 
 
@@ -55,12 +76,14 @@ def rope_cos_sin(
 def load_rotated(
     qkv, cos, sin, q_norm, k_norm, eps, qkv_token, cos_token, sin_token,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token as two float32 halves [HEADS, WIDTH]: q and k normed and rotated, v as it is.
 
     Returns (first half, second half, head [HEADS, 1], i [1, WIDTH], mask of i).
     """
+    if EARLY:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, WIDTH)[None, :]
@@ -95,12 +118,12 @@ def load_rotated(
 def rope_kernel(
     qkv, cos, sin, q_norm, k_norm, eps, qkv_token, cos_token, sin_token,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group of heads) rotates in place."""
     a, b, head, i, inside = load_rotated(
         qkv, cos, sin, q_norm, k_norm, eps, qkv_token, cos_token, sin_token,
-        NUM_Q_HEADS, NUM_KV_HEADS, HEADS, HALF, WIDTH, NORM,
+        NUM_Q_HEADS, NUM_KV_HEADS, HEADS, HALF, WIDTH, NORM, EARLY,
     )  # fmt: skip
     row = qkv + tl.program_id(0).to(tl.int64) * qkv_token + head * (2 * HALF)
     inside = inside & (head < NUM_Q_HEADS + NUM_KV_HEADS)
@@ -113,12 +136,12 @@ def rope_and_write_kv_kernel(
     qkv, cos, sin, q_norm, k_norm, eps, qkv_token, cos_token, sin_token,
     q, k, v, slot_mapping, k_block, k_head, k_slot, v_block, v_head, v_slot,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group of heads): one tile, three masked stores; a head is in q, in k or in v."""
     a, b, head, i, inside = load_rotated(
         qkv, cos, sin, q_norm, k_norm, eps, qkv_token, cos_token, sin_token,
-        NUM_Q_HEADS, NUM_KV_HEADS, HEADS, HALF, WIDTH, NORM,
+        NUM_Q_HEADS, NUM_KV_HEADS, HEADS, HALF, WIDTH, NORM, EARLY,
     )  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     is_q = inside & (head < NUM_Q_HEADS)
@@ -224,7 +247,7 @@ def rope_launch(qkv, cos, sin, num_q_heads, num_kv_heads, head_dim, q_norm, k_no
         "HALF": half,
         "WIDTH": width,
         "NORM": not no_norm,
-    }
+    } | launch_options(qkv.device)
     return (qkv.shape[0], triton.cdiv(all_heads, heads)), arguments, constants
 
 

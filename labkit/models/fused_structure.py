@@ -12,7 +12,7 @@ FUSABLE_LAYERS = frozenset(
     f"transformers.models.{family}.modeling_{family}.{name}DecoderLayer"
     for family, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"))
 )
-"""By exact class: others have the same modules and differ in what they compute (ministral3 scales q, granite residuals)."""
+"""By exact class: others have the same modules but compute more (ministral3 scales q, granite scales residuals)."""
 
 
 def why_layer_cannot_fuse(layer: Any) -> str | None:

@@ -185,6 +185,7 @@ KERNELS = [
 ]
 for capability in (80, 90, 100):
     for kernel, tensors, constants in KERNELS:
+        constants = constants | dict(EARLY=capability >= 90)
         signature = {
             name: "constexpr" if name in constants
             else "*bf16" if name in tensors

@@ -66,7 +66,7 @@ def sdpa_attend(info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, 
     )
     group = info.num_q_heads // info.num_kv_heads
     q, k, v = q.transpose(0, 1), k.transpose(0, 1).repeat_interleave(group, 0), v.transpose(0, 1)
-    i = torch.arange(q.shape[1])
+    i = torch.arange(q.shape[1], device=q.device)
     distance = i[:, None] - i[None, :]
     visible = (distance >= 0) & (distance < (info.sliding_window or q.shape[1]))
     out = F.scaled_dot_product_attention(q, k, v.repeat_interleave(group, 0), attn_mask=visible, scale=info.scale)
@@ -93,8 +93,8 @@ def fuse(model: Any) -> fused.FusionReport:
 
 @torch.inference_mode()
 def logits(model: Any, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
-    tokens = torch.arange(num_tokens)[None] * 31 % 97
-    return model(tokens, position_ids=torch.arange(num_tokens)[None], use_cache=False).logits
+    positions = torch.arange(num_tokens, device=model.device)[None]
+    return model(positions * 31 % 97, position_ids=positions, use_cache=False).logits
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -132,6 +132,25 @@ def test_same_logits_with_the_triton_kernels(monkeypatch):
     monkeypatch.setattr(fused, "elementwise_ops", lambda device: Ops)
     torch.testing.assert_close(logits(model, num_tokens=5), expected, atol=1e-5, rtol=1e-5)
     assert used == {"rms_norm", "silu_mul", "rope_cos_sin"}
+
+
+@pytest.mark.gpu
+def test_fused_forward_in_a_cuda_graph():
+    model = build("qwen3", torch.bfloat16)
+    exact = logits(copy.deepcopy(model).double())
+    model.cuda()
+    eager = logits(model).cpu()
+    fuse(model)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        logits(model)  # compiles the kernels
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = logits(model)
+    graph.replay()
+    error_fused = (captured.cpu().double() - exact).norm()
+    assert error_fused <= 1.2 * (eager.double() - exact).norm()
 
 
 def storage_bytes(model: Any) -> int:
