@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import platformdirs
 from filelock import FileLock
 from tqdm.auto import tqdm
 
@@ -38,8 +37,10 @@ _MANIFEST = "labkit.json"  # written last; names every file and its size
 
 
 def cache_folder() -> Path:
-    """``$LABKIT_CACHE`` if set, else the platform's cache folder for labkit (on Linux ~/.cache/labkit)."""
-    return Path(os.environ.get("LABKIT_CACHE") or platformdirs.user_cache_dir("labkit", appauthor=False)).expanduser()
+    """Where labkit keeps what it fetched: $LABKIT_CACHE, else labkit/ in the user's cache folder."""
+    if chosen := os.environ.get("LABKIT_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "labkit"
 
 
 def embedded_folder() -> Path:
