@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+from labkit.models import FusedAttentionInfo
+
 from .forward_context import current_handler
 
 ATTENTION_NAME = "labkit_paged"
@@ -44,6 +46,11 @@ def paged_attention_forward(
         sinks=s_aux,
     )
     return out[None], None
+
+
+def attend_fused(info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Attention as fused layers call it (see labkit.models.fused)."""
+    return current_handler().attend_fused(info, qkv, cos, sin)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

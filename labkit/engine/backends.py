@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from labkit.kernels import KVPages
+from labkit.models import FusedAttentionInfo
 
 from .input_batch import InputBatch
 from .torch_attention import TorchPagedAttention
@@ -22,6 +23,12 @@ class PagedAttention(Protocol):
 
     def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages) -> None:
         """Put the step's K and V [num_tokens, num_kv_heads, D] into their slots."""
+        ...
+
+    def rotate_and_write(
+        self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: KVPages
+    ) -> torch.Tensor:
+        """For a fused layer: rotate q and k of ``qkv``, put K and V into their slots; returns q."""
         ...
 
     def attend(
@@ -70,6 +77,6 @@ def load_backend(name: str, device: torch.device) -> tuple[str, Backend]:
             f"attention_backend='triton' needs a CUDA device, got {device.type}: use 'torch', or set "
             "TRITON_INTERPRET=1 before Python starts to run the kernels in Triton's interpreter, which is very slow"
         )
-    from .triton_attention import TritonPagedAttention
+    from .triton_attention import TritonBackend
 
-    return name, TritonPagedAttention
+    return name, TritonBackend()

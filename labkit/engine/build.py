@@ -24,6 +24,7 @@ from labkit.scheduling import Scheduler, SchedulerConfig, StaticScheduler
 
 from .attention import attach, detach
 from .backends import load_backend
+from .fused_model import FusedModel
 from .kv_storage import KVStorage, LayerShape, record_layer_shapes
 from .memory_plan import MemoryPlan, plan_memory
 from .model_executor import ModelExecutor
@@ -47,7 +48,7 @@ class EngineOptions:
     swap_space: float
     tensor_parallel_size: int
     quantization: str | None
-    enforce_eager: bool | None
+    enforce_eager: bool
     seed: int
     attention_backend: str
     kv_allocator: str
@@ -76,7 +77,6 @@ class EngineOptions:
             f"swap_space={self.swap_space!r}": self.swap_space != 0,
             f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size != 1,
             f"quantization={self.quantization!r}": self.quantization is not None,
-            "enforce_eager=False (CUDA graphs)": self.enforce_eager is False,
         }
         for argument, asked_for in missing.items():
             if asked_for:
@@ -148,12 +148,18 @@ class BuiltEngine:
     """The engine and what an :class:`LLM` needs to know of its making."""
 
     engine: Engine
+    executor: ModelExecutor
     storage: KVStorage
     memory: MemoryPlan
     backend_name: str
+    fused: FusedModel | None
 
     def release(self, model: PreTrainedModel) -> None:
-        """Free the pool's tensors and give ``model`` its own attention back."""
+        """Free the pool's tensors and graphs, and give ``model`` its own layers and attention back."""
+        self.executor.reset()
+        self.executor.graphs = None
+        if self.fused is not None:
+            self.fused.undo()
         detach(model)
         self.storage.release()
         if model.device.type == "cuda":
@@ -167,9 +173,12 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
     """
     backend_name, backend = load_backend(options.attention_backend, model.device)
     attach(model)
+    fused: FusedModel | None = None
     try:
         shapes = record_layer_shapes(model)
         _require_windows_to_arrive(model, shapes)
+        if backend_name == "triton" and model.device.type == "cuda" and not options.enforce_eager:
+            fused = FusedModel(model)
         max_num_batched_tokens = options.max_num_batched_tokens
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(options.max_num_seqs, 8192 if model.device.type == "cuda" else 2048)
@@ -194,11 +203,16 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             dtype=str(model.dtype).removeprefix("torch."),
             attention_backend=backend_name,
         )
-        engine = Engine(scheduler, ModelExecutor(model, storage, backend), trace)
+        executor = ModelExecutor(model, storage, backend, options.max_num_seqs)
+        if fused is not None:
+            executor.capture_graphs(options.max_num_seqs, -(-memory.max_model_len // memory.block_size))
+        engine = Engine(scheduler, executor, trace)
     except BaseException:
+        if fused is not None:
+            fused.undo()
         detach(model)
         raise
-    return BuiltEngine(engine, storage, memory, backend_name)
+    return BuiltEngine(engine, executor, storage, memory, backend_name, fused)
 
 
 def _require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:

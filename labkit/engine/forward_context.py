@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from labkit.models import FusedAttentionInfo
+
 
 class AttentionHandler(Protocol):
     """Answers one layer's attention call for a flattened batch.
@@ -33,6 +35,12 @@ class AttentionHandler(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor: ...
+
+    def attend_fused(
+        self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for a fused layer, from its merged projection; returns [num_tokens, num_q_heads * D_v]."""
+        ...
 
 
 # A context variable, not a global: two engines may run in two threads.

@@ -9,6 +9,8 @@ import torch
 
 from labkit.scheduling import StepPlan
 
+from .upload import upload_array
+
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
@@ -51,24 +53,26 @@ def stage_inputs(plan: StepPlan, block_size: int, device: torch.device) -> Input
         first, count = entry.num_computed_tokens, entry.num_scheduled_tokens
         end, last = start + count, first + count
         block_table[row, : len(entry.block_table)] = entry.block_table
-        tokens[0, start:end] = entry.request.token_ids[first:last]
         if count == 1:
+            known = entry.request.token_ids
+            tokens[0, start] = known[first] if first < len(known) else 0  # not known yet: the executor fills it in
             tokens[1, start] = first
             tokens[2, start] = entry.block_table[first // block_size] * block_size + first % block_size
         else:
+            tokens[0, start:end] = entry.request.token_ids[first:last]
             positions = np.arange(first, last)
             tokens[1, start:end] = positions
             blocks = block_table[row, positions // block_size].astype(np.int64)
             tokens[2, start:end] = blocks * block_size + positions % block_size
         lengths[0, row + 1], lengths[1, row] = end, last
         start = end
-    token_ids, positions, slots = torch.from_numpy(tokens).to(device, non_blocking=True)
-    device_lengths = torch.from_numpy(lengths).to(device, non_blocking=True)
+    token_ids, positions, slots = upload_array(tokens, device)
+    device_lengths = upload_array(lengths, device)
     return InputBatch(
         token_ids=token_ids,
         positions=positions,
         slot_mapping=slots,
-        block_table=torch.from_numpy(block_table).to(device, non_blocking=True),
+        block_table=upload_array(block_table, device),
         query_start_loc=device_lengths[0],
         seq_lens=device_lengths[1, :num_seqs],
         host_seq_lens=lengths[1, :num_seqs].tolist(),

@@ -9,8 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from labkit.kernels import KVPages
+from labkit.models import FusedAttentionInfo
 
 from .forward_context import attention_handled_by
+from .upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,11 @@ class _ShapeRecorder:
             q.shape[1], k.shape[1], k.shape[2], v.shape[2], k.dtype, sliding_window, source
         )
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+    def attend_fused(
+        self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        raise AssertionError("layers are fused only after their shapes were recorded")
 
 
 @torch.inference_mode()
@@ -127,7 +134,9 @@ class KVStorage:
         """Copy blocks, given as (src, dst), in all layers; every source is read before any destination is written."""
         if not copies:
             return
-        src, dst = torch.tensor(copies, device=next(self.tensors()).device).unbind(1)
+        device = next(self.tensors()).device
+        src = upload([pair[0] for pair in copies], torch.int64, device)
+        dst = upload([pair[1] for pair in copies], torch.int64, device)
         for tensor in self.tensors():
             tensor[dst] = tensor[src]
 

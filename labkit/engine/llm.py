@@ -62,7 +62,7 @@ class LLM:
         swap_space: float = 0,
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
-        enforce_eager: bool | None = None,
+        enforce_eager: bool = False,
         seed: int = 0,
         attention_backend: str = "auto",
         trust_remote_code: bool = False,

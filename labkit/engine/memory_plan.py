@@ -9,6 +9,8 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from labkit.models import FusedAttentionInfo
+
 from .forward_context import attention_handled_by
 from .kv_storage import LayerShape, bytes_per_block
 from .memory_monitor import unique_storage_bytes
@@ -124,12 +126,21 @@ def _model_limit(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
+class _NoAttention:
+    """An attention handler that takes the memory of an answer and computes none."""
+
+    def __call__(self, layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+    def attend_fused(
+        self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return qkv.new_zeros(qkv.shape[0], info.num_q_heads * info.head_dim)
+
+
 @torch.inference_mode()
 def _peak_activations(model: PreTrainedModel, num_tokens: int, num_logits: int) -> int:
     """Bytes that the largest step takes beside weights and cache: run it, without attention, and look."""
-
-    def no_attention(layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object):
-        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
     device = model.device
     torch.cuda.empty_cache()
@@ -137,7 +148,7 @@ def _peak_activations(model: PreTrainedModel, num_tokens: int, num_logits: int) 
     before = torch.cuda.memory_allocated(device)
     tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
     positions = torch.arange(num_tokens, device=device)[None]
-    with attention_handled_by(no_attention):
+    with attention_handled_by(_NoAttention()):
         logits = model(
             tokens, position_ids=positions, use_cache=False, logits_to_keep=torch.arange(num_logits, device=device)
         ).logits

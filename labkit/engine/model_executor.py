@@ -5,150 +5,183 @@ from __future__ import annotations
 import inspect
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from labkit.scheduling import ScheduledRequest, StepPlan, StepResult
+from labkit.scheduling import StepPlan, StepResult
 
-from .backends import Backend, PagedAttention
+from .backends import Backend
+from .decode_graphs import DecodeGraphs
 from .forward_context import attention_handled_by
 from .input_batch import InputBatch, stage_inputs
 from .kv_storage import KVStorage
-from .sampler import SamplingRow, sample, top_logprobs
-
-
-class PagedForward:
-    """The attention handler of one forward pass: writes each layer's K and V to the cache, then attends to it."""
-
-    def __init__(self, storage: KVStorage, attention: PagedAttention) -> None:
-        self._storage = storage
-        self._attention = attention
-
-    def __call__(
-        self,
-        layer_idx: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        pages = self._storage.pages(layer_idx)
-        if self._storage.shapes[layer_idx].source == layer_idx:
-            self._attention.write(k, v, pages)
-        return self._attention.attend(
-            q, pages, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+from .logits_rows import LogitsRows
+from .paged_forward import PagedForward
+from .sampler import sample, top_logprobs
+from .upload import download, upload
 
 
 @dataclass(slots=True)
-class _LogitsRows:
-    """Which tokens of the batch need logits: for prompt_logprobs the prompt's, for sampling the last of a request."""
+class _UnderWay:
+    """A submitted step: its tokens are on their way to the host; logits are kept where log-probabilities are due."""
 
-    rows: list[int] = field(default_factory=list)
-    prompts: list[tuple[ScheduledRequest, int, int]] = field(default_factory=list)  # entry, first row, number
-    samples: list[SamplingRow] = field(default_factory=list)
-    sample_rows: list[int] = field(default_factory=list)  # into ``rows``
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> _LogitsRows:
-        wanted = cls()
-        start = 0
-        for entry in plan.requests:
-            request, end = entry.request, start + entry.num_scheduled_tokens
-            if request.sampling_params.prompt_logprobs is not None:
-                # The logits at position p speak of the token at p + 1, which must still belong to the prompt.
-                count = min(entry.num_scheduled_tokens, request.num_prompt_tokens - 1 - entry.num_computed_tokens)
-                if count > 0:
-                    wanted.prompts.append((entry, len(wanted.rows), count))
-                    wanted.rows.extend(range(start, start + count))
-            if entry.num_samples:
-                wanted.sample_rows += [len(wanted.rows)] * entry.num_samples
-                wanted.rows.append(end - 1)
-                position = entry.num_computed_tokens + entry.num_scheduled_tokens
-                wanted.samples += [
-                    SamplingRow(request, request.sample_index + i, position) for i in range(entry.num_samples)
-                ]
-            start = end
-        return wanted
+    plan: StepPlan
+    wanted: LogitsRows
+    tokens: torch.Tensor
+    arrived: torch.cuda.Event | None
+    sample_logits: torch.Tensor | None
+    prompt_logits: torch.Tensor | None
 
 
 class ModelExecutor:
     """Runs step plans with a Hugging Face model whose attention is ours (see attention.py).
 
     All requests of a step go through the model as one flattened sequence; the cache is never handed to the model.
+    On a GPU nothing waits in :meth:`submit`: sampled tokens stay on the device, where the next step finds them, and
+    travel to the host meanwhile. Decode batches run through CUDA graphs once :meth:`capture_graphs` was called.
     """
 
-    depth = 1
-
-    def __init__(self, model: PreTrainedModel, storage: KVStorage, backend: Backend) -> None:
+    def __init__(self, model: PreTrainedModel, storage: KVStorage, backend: Backend, max_num_seqs: int) -> None:
         self.model = model
         self.storage = storage
         self.backend = backend
         self.device = model.device
+        self.depth = 2 if self.device.type == "cuda" else 1
+        self.graphs: DecodeGraphs | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._results: deque[StepResult] = deque()
+        self._under_way: deque[_UnderWay] = deque()
+        self._newest_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        self._newest_index: dict[str, int] = {}  # where in it a request's token of the last step lies
+        self._fault: Exception | None = None
 
-    def reset(self) -> None:
-        """Drop results that nobody will collect."""
-        self._results.clear()
+    def capture_graphs(self, max_num_seqs: int, max_blocks: int) -> None:
+        """Capture the decode step for batches of up to ``max_num_seqs``; ``max_blocks`` is the longest block table."""
+        self.graphs = DecodeGraphs(
+            lambda batch: self._forward(batch, None),
+            self._newest_tokens,
+            max_num_seqs=max_num_seqs,
+            max_blocks=max_blocks,
+            block_size=self.storage.block_size,
+        )
+        with torch.inference_mode():
+            self.graphs.capture()
 
     def now(self) -> float:
         """Seconds on the machine's monotonic clock."""
         return time.perf_counter()
 
+    def reset(self) -> None:
+        """Wait for the steps under way and drop their results."""
+        self._under_way.clear()
+        self._newest_index.clear()
+        if self.device.type == "cuda" and self._fault is None:
+            torch.cuda.synchronize(self.device)
+
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Run a step; the result waits for :meth:`collect`."""
-        self.storage.copy_blocks(plan.copies)
-        batch = stage_inputs(plan, self.storage.block_size, self.device)
-        wanted = _LogitsRows.of(plan)
-        logits = self.forward(batch, wanted.rows)
-        self._results.append(self._result(plan, wanted, logits))
+        """Start a step. Raises RuntimeError if the device failed in an earlier one."""
+        if self._fault is not None:
+            raise RuntimeError(
+                f"the device failed in an earlier step ({self._fault}); its memory cannot be trusted any more: "
+                "restart the process"
+            )
+        try:
+            self._submit(plan)
+        except Exception as error:
+            self._newest_index.clear()
+            self._note_fault(error)
+            raise
 
     def collect(self) -> StepResult:
-        """The oldest result."""
-        return self._results.popleft()
+        """The oldest step's result; waits until its tokens have arrived."""
+        step = self._under_way.popleft()
+        try:
+            if step.arrived is not None:
+                step.arrived.synchronize()  # the step's one wait for the device
+            return _result(step)
+        except Exception as error:
+            self._note_fault(error)
+            raise
 
-    def forward(self, batch: InputBatch, logits_rows: list[int]) -> torch.Tensor:
-        """One forward pass; the logits of the given rows of the batch, float32 [len(logits_rows), vocab_size]."""
-        rows = torch.tensor(logits_rows, dtype=torch.int64, device=self.device)
+    def _submit(self, plan: StepPlan) -> None:
+        self.storage.copy_blocks(plan.copies)
+        wanted = LogitsRows.of(plan)
+        carried = self._carried(plan)
+        if self.graphs is not None and self.graphs.fits(plan) and not wanted.prompts:
+            logits = self.graphs.run(plan, carried)
+        else:
+            batch = stage_inputs(plan, self.storage.block_size, self.device)
+            self._fill_in(batch, carried)
+            logits = self._forward(batch, wanted.rows)
+        prompt_logits = logits if wanted.prompts else None
+        if wanted.sample_rows != list(range(len(logits))):
+            logits = logits[upload(wanted.sample_rows, torch.int64, self.device)]
+        keeps = any(row.request.sampling_params.logprobs is not None for row in wanted.samples)
+        sample_logits = logits.float() if keeps else None  # a copy or fresh: sampling and replays overwrite logits
+        if sample_logits is logits:
+            sample_logits = logits.clone()
+        tokens = sample(logits, wanted.samples)
+        self._newest_tokens[: len(tokens)] = tokens
+        self._newest_index = {row.request.request_id: i for i, row in enumerate(wanted.samples)}
+        self._under_way.append(_UnderWay(plan, wanted, *download(tokens), sample_logits, prompt_logits))
+
+    def _carried(self, plan: StepPlan) -> list[int]:
+        """For each request: where on the device its input token lies, or -1 if the host knows it."""
+        return [
+            self._newest_index[request.request_id] if first + count > len(request.token_ids) else -1
+            for request, first, count, _, _ in plan.requests
+        ]
+
+    def _fill_in(self, batch: InputBatch, carried: Sequence[int]) -> None:
+        """Put the tokens that only the device knows into a staged batch."""
+        rows = [row for row, index in enumerate(carried) if index >= 0]
+        if rows:
+            into = batch.query_start_loc[1:][upload(rows, torch.int64, self.device)] - 1
+            batch.token_ids[into] = self._newest_tokens[upload([carried[r] for r in rows], torch.int64, self.device)]
+
+    def _forward(self, batch: InputBatch, rows: Sequence[int] | None) -> torch.Tensor:
+        """One forward pass; logits of the given rows of the batch (None: of all), [num_rows, vocab_size]."""
+        options = {}
+        index = None if rows is None else upload(rows, torch.int64, self.device)
+        if index is not None and self._keeps_logits:
+            options["logits_to_keep"] = index
         attention = self.backend(batch, self.storage.block_size)
-        options = {"logits_to_keep": rows} if self._keeps_logits else {}
         with attention_handled_by(PagedForward(self.storage, attention)):
             output = self.model(batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **options)
-        logits = output.logits[0] if self._keeps_logits else output.logits[0, rows]
-        return logits.float()
+        logits = output.logits[0]
+        return logits if index is None or self._keeps_logits else logits[index]
 
-    def _result(self, plan: StepPlan, wanted: _LogitsRows, logits: torch.Tensor) -> StepResult:
-        prompt_logprobs = {}
+    def _note_fault(self, error: Exception) -> None:
+        """Remember an error after which the device's memory cannot be trusted; running out of memory is none."""
+        if isinstance(error, torch.AcceleratorError):
+            self._fault = error
+
+
+def _result(step: _UnderWay) -> StepResult:
+    """A step's result on the host."""
+    tokens, wanted = step.tokens.tolist(), step.wanted
+    prompt_logprobs = {}
+    if step.prompt_logits is not None:
         for entry, first, count in wanted.prompts:
             request, begin = entry.request, entry.num_computed_tokens
             asked = request.sampling_params.prompt_logprobs or 0
+            rows = step.prompt_logits[first : first + count].float()
             next_tokens = request.token_ids[begin + 1 : begin + 1 + count]
-            prompt_logprobs[request.request_id] = top_logprobs(
-                logits[first : first + count], [asked] * count, next_tokens
-            )
-        if not wanted.samples:
-            return StepResult({}, prompt_logprobs=prompt_logprobs)
-        if wanted.sample_rows != list(range(len(logits))):
-            logits = logits[torch.tensor(wanted.sample_rows, device=logits.device)]
-        asked = [row.request.sampling_params.logprobs for row in wanted.samples]
-        raw = logits.clone() if any(count is not None for count in asked) else None
-        tokens = sample(logits, wanted.samples).tolist()  # the step's one wait for the device
-        table = [] if raw is None else top_logprobs(raw, [count or 0 for count in asked], tokens)
-        token_ids, logprobs = {}, {}
-        start = 0
-        for entry in plan.requests:
-            if entry.num_samples:
-                end = start + entry.num_samples
-                token_ids[entry.request.request_id] = tokens[start:end]
-                if asked[start] is not None:
-                    logprobs[entry.request.request_id] = table[start:end]
-                start = end
-        return StepResult(token_ids, logprobs, prompt_logprobs)
+            prompt_logprobs[request.request_id] = top_logprobs(rows, [asked] * count, next_tokens)
+    asked = [row.request.sampling_params.logprobs for row in wanted.samples]
+    table = []
+    if step.sample_logits is not None:
+        table = top_logprobs(step.sample_logits, [count or 0 for count in asked], tokens)
+    token_ids, logprobs = {}, {}
+    start = 0
+    for entry in step.plan.requests:
+        if entry.num_samples:
+            end = start + entry.num_samples
+            token_ids[entry.request.request_id] = tokens[start:end]
+            if asked[start] is not None:
+                logprobs[entry.request.request_id] = table[start:end]
+            start = end
+    return StepResult(token_ids, logprobs, prompt_logprobs)

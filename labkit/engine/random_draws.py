@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .upload import upload
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -39,7 +41,7 @@ def draw_key(seed: int, sample_index: int, position: int) -> int:
 def exponential_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
     """Independent Exponential(1) numbers, float32 [len(keys), vocab_size]: SplitMix64 with the token id as counter."""
     counter = torch.arange(vocab_size, dtype=torch.int64, device=device) * _signed(_GOLDEN)
-    bits = torch.tensor(keys, dtype=torch.int64, device=device)[:, None] + counter  # wraps around, as it should
+    bits = upload(keys, torch.int64, device)[:, None] + counter  # wraps around, as it should
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_signed(multiplier))
     bits.bitwise_xor_(_shift_right(bits, 31))

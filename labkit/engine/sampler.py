@@ -17,6 +17,7 @@ import torch
 from labkit.scheduling import Request, SamplingParams
 
 from .random_draws import draw_key, exponential_noise
+from .upload import upload
 
 
 class SamplingRow(NamedTuple):
@@ -37,13 +38,14 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     if len(drawn) == len(rows):
         return _draw(logits, rows)
     tokens = logits.argmax(-1)
-    index = torch.tensor(drawn, device=logits.device)
+    index = upload(drawn, torch.int64, logits.device)
     tokens[index] = _draw(logits[index], [rows[i] for i in drawn])
     return tokens
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     params = [row.request.sampling_params for row in rows]
+    logits = logits.float()
     logits = logits / _column([p.temperature for p in params], logits)
     _apply_min_p(logits, params)
     _apply_top_k_top_p(logits, params)
@@ -57,7 +59,7 @@ def _penalise_repetition(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> N
     for i, (request, _, _) in enumerate(rows):
         penalty = request.sampling_params.repetition_penalty
         if penalty != 1:
-            seen = torch.tensor(sorted(set(request.token_ids)), device=logits.device)
+            seen = upload(sorted(set(request.token_ids)), torch.int64, logits.device)
             values = logits[i, seen]
             logits[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
 
@@ -66,7 +68,7 @@ def _forbid_early_stops(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> No
     for i, (request, _, position) in enumerate(rows):
         num_output_tokens = position - request.num_prompt_tokens
         if num_output_tokens < request.sampling_params.min_tokens and request.stop_token_ids:
-            logits[i, torch.tensor(sorted(request.stop_token_ids), device=logits.device)] = -math.inf
+            logits[i, upload(sorted(request.stop_token_ids), torch.int64, logits.device)] = -math.inf
 
 
 def _apply_min_p(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
@@ -93,7 +95,7 @@ def _apply_top_k_top_p(logits: torch.Tensor, params: Sequence[SamplingParams]) -
 
 
 def _column(values: Sequence[float], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype or like.dtype, device=like.device)[:, None]
+    return upload(values, dtype or like.dtype, like.device)[:, None]
 
 
 # ---------------------------------------------------------------------- log-probabilities
@@ -106,7 +108,7 @@ def top_logprobs(logits: torch.Tensor, counts: Sequence[int], chosen: Sequence[i
     """
     logprobs = logits.log_softmax(-1)
     values, tokens = logprobs.topk(min(max(counts, default=0), logits.shape[1]), dim=-1)
-    picked = logprobs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
+    picked = logprobs.gather(1, upload(chosen, torch.int64, logits.device)[:, None])[:, 0].tolist()
     table = []
     for count, token, logprob, top_tokens, top_values in zip(
         counts, chosen, picked, tokens.tolist(), values.tolist(), strict=True

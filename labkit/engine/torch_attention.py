@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from labkit.kernels import KVPages
+from labkit.kernels import KVPages, elementwise_reference
+from labkit.models import FusedAttentionInfo
 
 from .input_batch import InputBatch
 
@@ -46,6 +47,15 @@ class TorchPagedAttention:
             self._write_rows[heads] = rows
         for new, pages in ((k, kv.k), (v, kv.v)):
             pages.view(-1, pages.shape[3]).index_copy_(0, rows, new.reshape(-1, pages.shape[3]).to(pages.dtype))
+
+    def rotate_and_write(
+        self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: KVPages
+    ) -> torch.Tensor:
+        """Rotate q and k of the merged projection and put K and V into their slots; returns q."""
+        norms = {"q_norm": info.q_norm, "k_norm": info.k_norm, "eps": info.norm_eps}
+        q, k, v = elementwise_reference.rope(qkv, cos, sin, info.num_q_heads, info.num_kv_heads, **norms)
+        self.write(k, v, kv)
+        return q
 
     def attend(
         self,

@@ -5,21 +5,56 @@ from __future__ import annotations
 import torch
 
 from labkit import kernels
-from labkit.kernels import KVPages
+from labkit.kernels import KVPages, Workspace, elementwise
+from labkit.models import FusedAttentionInfo
 
 from .input_batch import InputBatch
+
+
+class TritonBackend:
+    """Makes each step's attention; keeps the kernels' scratch memory, one for each head size."""
+
+    def __init__(self) -> None:
+        self._workspaces: dict[int, Workspace] = {}
+
+    def __call__(self, batch: InputBatch, block_size: int) -> TritonPagedAttention:
+        return TritonPagedAttention(batch, self)
+
+    def workspace(self, kv: KVPages) -> Workspace:
+        """Scratch memory for attention of this head size, allocated once: a captured graph holds its address."""
+        head_dim_v = kv.v.shape[3]
+        if head_dim_v not in self._workspaces:
+            self._workspaces[head_dim_v] = Workspace.allocate(head_dim_v, kv.v.device)
+        return self._workspaces[head_dim_v]
 
 
 class TritonPagedAttention:
     """Attention over the paged cache for one step's batch; used by every layer of the forward pass."""
 
-    def __init__(self, batch: InputBatch, block_size: int) -> None:
+    def __init__(self, batch: InputBatch, backend: TritonBackend) -> None:
         self._batch = batch
+        self._backend = backend
         self._max_query_len = batch.max_query_len
 
     def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages) -> None:
         """Put the step's K and V [num_tokens, num_kv_heads, D] into their slots."""
         kernels.write_kv(_unit_stride(k), _unit_stride(v), kv, self._batch.slot_mapping)
+
+    def rotate_and_write(
+        self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: KVPages
+    ) -> torch.Tensor:
+        """Rotate q and k of the merged projection and put K and V into their slots, in one launch; returns q."""
+        return elementwise.rope_and_write_kv(
+            qkv,
+            cos,
+            sin,
+            kv,
+            self._batch.slot_mapping,
+            info.num_q_heads,
+            q_norm=info.q_norm,
+            k_norm=info.k_norm,
+            eps=info.norm_eps,
+        )
 
     def attend(
         self,
@@ -44,6 +79,7 @@ class TritonPagedAttention:
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
+            workspace=self._backend.workspace(kv),
         )
 
 

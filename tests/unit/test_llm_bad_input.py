@@ -112,7 +112,6 @@ def assert_unharmed(llm: LLM) -> None:
         ({"swap_space": 4}, NotImplementedError, "swap_space=4"),
         ({"tensor_parallel_size": 2}, NotImplementedError, "tensor_parallel_size=2"),
         ({"quantization": "fp8"}, NotImplementedError, "quantization='fp8'"),
-        ({"enforce_eager": False}, NotImplementedError, "enforce_eager=False"),
         (
             {"max_model_len": 100, "num_gpu_blocks_override": 6},
             ValueError,

@@ -1,0 +1,144 @@
+"""CUDA graphs of the decode step: the whole forward pass launched at once, for a few batch sizes.
+
+A decode step of a small batch is hundreds of short kernels; launching them one by one takes the host longer than the
+GPU needs to run them. A graph records the launches once and replays them with one call. It replays fixed addresses
+and shapes, so each step's inputs are copied into buffers that stay, and a batch runs in the smallest captured size
+that holds it:
+
+    rows        0      1      2      3      4   ...   7        captured size 8, five requests decode
+    token ids   a      b      c      d      e    0 0 0
+    seq_lens    37     5      912    64     8    0 0 0         a row of length 0 reads nothing,
+    slots       ...                              -1 -1 -1      slot -1 writes nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from labkit.scheduling import Request, StepPlan
+
+from .input_batch import InputBatch
+
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_TOKEN, _CARRIED, _POSITION, _SLOT, _SEQ_LEN = range(5)  # rows of the staged numbers
+_PADDING = np.array([0, -1, 0, -1, 0])[:, None]
+
+
+class DecodeGraphs:
+    """Runs decode batches through captured graphs.
+
+    ``forward`` maps an :class:`InputBatch` to logits [num_seqs, vocab_size]; it is captured for each size up to
+    ``max_num_seqs``. ``newest_tokens`` int64 [max_num_seqs] holds the tokens that the last step sampled: a row whose
+    token the host does not know yet takes it from there.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[InputBatch], torch.Tensor],
+        newest_tokens: torch.Tensor,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+    ) -> None:
+        """``max_blocks`` is the longest block table."""
+        device = newest_tokens.device
+        self._forward = forward
+        self._newest_tokens = newest_tokens
+        self._block_size = block_size
+        self._sizes = [s for s in CAPTURE_SIZES if s < max_num_seqs] + [max_num_seqs]
+        self._numbers = torch.from_numpy(np.repeat(_PADDING, max_num_seqs, axis=1)).to(device)
+        self._block_table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
+        self._query_start_loc = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        # Two sets of pinned staging memory, since the copies of the last step may still be under way.
+        self._staged = [
+            (
+                torch.zeros(5, max_num_seqs, dtype=torch.int64, pin_memory=True),
+                torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, pin_memory=True),
+            )
+            for _ in range(2)
+        ]
+        self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._table_owner: list[tuple[Request, int] | None] = [None] * max_num_seqs
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.num_bytes = 0
+
+    def capture(self) -> None:
+        """Capture all sizes, the largest first, so that the smaller ones fit into its memory."""
+        before = torch.cuda.memory_reserved(self._newest_tokens.device)
+        pool = torch.cuda.graph_pool_handle()
+        for size in tqdm(sorted(self._sizes, reverse=True), desc="Capturing CUDA graphs", unit="size", leave=False):
+            self._run_static(size)  # compiles kernels and fills workspaces, which a capture must not do
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._run_static(size)
+            self._graphs[size] = graph, logits
+        torch.cuda.synchronize()
+        self.num_bytes = torch.cuda.memory_reserved(self._newest_tokens.device) - before
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether ``plan`` is one token of each request, for a number of requests that was captured."""
+        return len(plan.requests) <= self._sizes[-1] and plan.num_scheduled_tokens == len(plan.requests)
+
+    def run(self, plan: StepPlan, carried: Sequence[int]) -> torch.Tensor:
+        """Replay a decode step; logits [num_requests, vocab_size], valid until the next replay.
+
+        ``carried[i]`` is where in ``newest_tokens`` request i finds its input token, or -1 if the host knows it.
+        """
+        count = len(plan.requests)
+        size = next(s for s in self._sizes if s >= count)
+        self._stage(plan, carried, size)
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits[:count]
+
+    def _run_static(self, size: int) -> torch.Tensor:
+        """The forward pass of ``size`` rows on the fixed buffers."""
+        numbers = self._numbers[:, :size]
+        carried = numbers[_CARRIED]
+        newest = self._newest_tokens[carried.clamp(min=0)]
+        return self._forward(
+            InputBatch(
+                token_ids=torch.where(carried >= 0, newest, numbers[_TOKEN]),
+                positions=numbers[_POSITION],
+                slot_mapping=numbers[_SLOT],
+                block_table=self._block_table[:size],
+                seq_lens=numbers[_SEQ_LEN].int(),
+                query_start_loc=self._query_start_loc[: size + 1],
+                host_seq_lens=[],
+                host_query_lens=[1] * size,
+            )
+        )
+
+    def _stage(self, plan: StepPlan, carried: Sequence[int], size: int) -> None:
+        """Write the step's numbers and block tables to pinned memory and start their copies to the device."""
+        count = len(plan.requests)
+        self._staged.reverse()
+        pinned_numbers, pinned_tables = self._staged[0]
+        numbers = pinned_numbers.numpy()
+        if plan.copies or plan.ended_ids:  # tables may have changed in place, and rows have moved
+            self._table_owner = [None] * len(self._table_owner)
+        tokens, positions = [0] * count, [0] * count
+        for row, (request, position, _, block_table, _) in enumerate(plan.requests):
+            if carried[row] < 0:
+                tokens[row] = request.token_ids[position]
+            positions[row] = position
+            if self._table_owner[row] != (request, len(block_table)):
+                self._tables[row, : len(block_table)] = block_table
+                self._table_owner[row] = request, len(block_table)
+        numbers[:, count:size] = _PADDING
+        numbers[_TOKEN, :count] = tokens
+        numbers[_CARRIED, :count] = carried
+        numbers[_POSITION, :count] = positions
+        position = numbers[_POSITION, :count]
+        blocks = self._tables[np.arange(count), position // self._block_size].astype(np.int64)
+        numbers[_SLOT, :count] = blocks * self._block_size + position % self._block_size
+        numbers[_SEQ_LEN, :count] = position + 1
+        pinned_tables.numpy()[:count] = self._tables[:count]
+        self._numbers.copy_(pinned_numbers, non_blocking=True)
+        self._block_table[:count].copy_(pinned_tables[:count], non_blocking=True)

@@ -1,0 +1,36 @@
+"""Numbers from the host to the device and back, without waiting for what the device is doing.
+
+A plain copy from pageable memory makes the host wait until the device has done all that it was given before; from
+pinned memory the copy takes its place in that line and the host goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of ``values`` on ``device``."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def upload_array(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """``array`` on ``device``; on a CPU it is shared, not copied."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def download(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Start a copy of ``tensor`` to the host; it may be read when the event has happened (None: at once)."""
+    if tensor.device.type == "cpu":
+        return tensor, None
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
