@@ -26,10 +26,11 @@ def device_limits(device: torch.device) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch memory of `paged_attention`: allocate once, pass to every call on one stream.
+    """Scratch memory of `paged_attention`: allocate once, pass to every call on one stream, whatever its batch is.
 
-    partial_acc: float32 [2 W, block_m, head_dim_v], partial_m and partial_l: float32 [2 W, block_m], arrivals: int32 [W],
-    W = programs of the decode launch. Independent of batch and lengths. `arrivals` is zero between launches.
+    The decode launch has W programs, each with two slots of `rows` query rows (decode.py). Slots are cut from
+    partial_acc: float32 [capacity, head_dim_v], partial_m and partial_l: float32 [capacity], so 2 W rows <= capacity.
+    arrivals: int32 [capacity], zero between launches.
     """
 
     partial_acc: torch.Tensor
@@ -38,30 +39,18 @@ class Workspace:
     arrivals: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim_k: int,
-        head_dim_v: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> Workspace:
-        """A workspace for models with these heads; dtype is that of q and the cache."""
+    def allocate(cls, head_dim_v: int, device: torch.device | str) -> Workspace:
+        """For models with this head size: 128 query rows a multiprocessor, 8.7 MB on an H200 with head_dim_v 128."""
         device = torch.empty(0, device=device).device
-        dk, dv = triton.next_power_of_2(head_dim_k), triton.next_power_of_2(head_dim_v)
-        capability, num_sms = device_limits(device)
-        tile = decode_tile(capability, num_q_heads // num_kv_heads, max(dk, dv), dtype.itemsize)
-        return cls.for_tile(tile, num_sms, dv, device)
+        return cls.with_capacity(128 * device_limits(device)[1], triton.next_power_of_2(head_dim_v), device)
 
     @classmethod
-    def for_tile(cls, tile: DecodeTile, num_sms: int, padded_head_dim_v: int, device: torch.device) -> Workspace:
-        programs = tile.programs_per_sm * num_sms
+    def with_capacity(cls, capacity: int, padded_head_dim_v: int, device: torch.device) -> Workspace:
         return cls(
-            torch.empty(2 * programs, tile.block_m, padded_head_dim_v, dtype=torch.float32, device=device),
-            torch.empty(2 * programs, tile.block_m, dtype=torch.float32, device=device),
-            torch.empty(2 * programs, tile.block_m, dtype=torch.float32, device=device),
-            torch.zeros(programs, dtype=torch.int32, device=device),
+            torch.empty(capacity, padded_head_dim_v, dtype=torch.float32, device=device),
+            torch.empty(capacity, dtype=torch.float32, device=device),
+            torch.empty(capacity, dtype=torch.float32, device=device),
+            torch.zeros(capacity, dtype=torch.int32, device=device),
         )
 
 
@@ -112,13 +101,14 @@ def paged_attention(
     group = num_q_heads // kv.num_kv_heads
     dk, dv = triton.next_power_of_2(head_dim_k), triton.next_power_of_2(head_dim_v)
     capability, num_sms = device_limits(q.device)
-    tile = decode_tile(capability, group, max(dk, dv), q.element_size())
+    pairs = num_seqs * kv.num_kv_heads
+    tile = decode_tile(capability, group, max(dk, dv), pairs / num_sms, q.element_size())
     if workspace is None:
-        workspace = Workspace.for_tile(tile, num_sms, dv, q.device)
+        workspace = Workspace.allocate(head_dim_v, q.device)
     launch = AttentionLaunch(
         q, kv, block_table, seq_lens, query_start_loc, out, scale, sliding_window, softcap, sinks, group, dk, dv
     )
-    launch.decode(tile, workspace, max_query_len).run()
+    launch.decode(tile, workspace, max_query_len, num_sms).run()
     if max_query_len * group > tile.block_m:
         launch.prefill(prefill_tile(capability, group, max(dk, dv), q.element_size()), tile.block_m).run()
     return out
@@ -187,8 +177,11 @@ class AttentionLaunch:
             HAS_SINKS=self.sinks is not None, PRECISION="ieee" if self.q.element_size() == 4 else "tf32",
         )  # fmt: skip
 
-    def decode(self, tile: DecodeTile, workspace: Workspace, max_query_len: int) -> KernelCall:
+    def decode(self, tile: DecodeTile, workspace: Workspace, max_query_len: int, num_sms: int) -> KernelCall:
         rows = triton.next_power_of_2(self.group) if max_query_len == 1 else tile.block_m
+        # at least a program a pair: sequences of equal length then need no cut at all
+        pairs = self.seq_lens.shape[0] * self.kv.num_kv_heads
+        programs = min(max(tile.programs_per_sm * num_sms, pairs), workspace.partial_m.shape[0] // (2 * rows))
         arguments = (
             *self.tensors(), workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
             self.seq_lens.shape[0], self.q.shape[0], triton.cdiv(tile.min_tokens, tile.block_n), *self.scalars(),
@@ -196,10 +189,9 @@ class AttentionLaunch:
         constants = dict(
             NUM_KV_HEADS=self.kv.num_kv_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             ROWS=rows, PARTS=min(8, max(1, 1024 * tile.num_warps // (rows * self.dv))),
-            STAGES=tile.num_stages,
+            STAGES=tile.num_stages, MULTI_QUERY=max_query_len > 1,
         )  # fmt: skip
-        grid = (workspace.arrivals.shape[0],)
-        return KernelCall(decode_kernel, grid, arguments, self.constants() | constants, tile)
+        return KernelCall(decode_kernel, (programs,), arguments, self.constants() | constants, tile)
 
     def prefill(self, tile: PrefillTile, max_decode_rows: int) -> KernelCall:
         block_q = tile.block_m // self.group

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def example_call(
     capability: int,
     heads: tuple[int, int, int, int],
     tile: DecodeTile | PrefillTile | None = None,
+    pairs_per_sm: float = 0,
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
 ) -> KernelCall:
@@ -58,10 +60,9 @@ def example_call(
     table, lens, starts = (torch.empty(s, dtype=torch.int32, **meta) for s in ((32, 64), (32,), (33,)))
     dk, dv, group = triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), num_q_heads // num_kv_heads
     launch = AttentionLaunch(q, kv, table, lens, starts, out, dim_k**-0.5, None, None, None, group, dk, dv)
-    decode = tuning.decode_tile(capability, group, max(dk, dv), dtype.itemsize)
+    decode = tuning.decode_tile(capability, group, max(dk, dv), pairs_per_sm, dtype.itemsize)
     if kind == "decode":
-        decode = tile or decode
-        return launch.decode(decode, Workspace.for_tile(decode, 1, dv, torch.device("meta")), 1)
+        return launch.decode(tile or decode, Workspace.with_capacity(4096, dv, torch.device("meta")), 1, 1)
     tile = tile or tuning.prefill_tile(capability, group, max(dk, dv), dtype.itemsize)
     return launch.prefill(tile, decode.block_m)
 
@@ -113,9 +114,10 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 def report(capabilities: tuple[int, ...] = (80, 90, 100)) -> Iterator[dict[str, Any]]:
     for capability in capabilities:
         for heads in HEADS:
-            for kind in ("decode", "prefill"):
-                call = example_call(kind, capability, heads)
-                yield {"kernel": kind, "sm": capability, "heads": heads} | compile_call(call, capability)
+            for kind, pairs_per_sm in (("decode", 0), ("decode", 64), ("prefill", 0)):
+                call = example_call(kind, capability, heads, pairs_per_sm=pairs_per_sm)
+                row = {"kernel": kind, "sm": capability, "heads": heads, "tile": asdict(call.tile)}
+                yield row | compile_call(call, capability)
 
 
 if __name__ == "__main__":

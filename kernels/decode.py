@@ -45,13 +45,26 @@ def decode_tiles(seq_len, query_len, window, GROUP, MAX_ROWS, BLOCK_N, WINDOWED:
 
 
 @triton.jit
-def attend_with_dot(
+def share_begin(program, share, larger):
+    """First tile of a program: the first `larger` programs have share + 1 tiles, the others share."""
+    return program * share + tl.minimum(program, larger)
+
+
+@triton.jit
+def owner(tile, share, larger):
+    """The program whose share holds a tile: the inverse of share_begin."""
+    in_larger = larger * (share + 1)
+    return tl.where(tile < in_larger, tile // (share + 1), larger + (tile - in_larger) // tl.maximum(share, 1))
+
+
+@triton.jit
+def attend(
     q_rows, row_ok, k, v, table_row, begin, end, visible_from, row_pos, window, inner_scale, score_scale,
     k_block, k_slot, v_block, v_slot, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, MULTI_QUERY: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(acc, m, l) of BLOCK_M query rows over keys [begin, end), on the tensor cores."""
+    """(acc, m, l) of BLOCK_M query rows over keys [begin, end)."""
     dk = tl.arange(0, DK)
     dv = tl.arange(0, DV)
     q_tile = tl.load(q_rows[:, None] + dk[None, :], mask=row_ok[:, None] & (dk < HEAD_DIM_K)[None, :], other=0.0)
@@ -74,9 +87,11 @@ def attend_with_dot(
         v_tile = tl.load(v + v_row[:, None] + dv[None, :], mask=v_ok, other=0.0)
 
         scores = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), inner_scale, SOFTCAP)
-        visible = inside[None, :] & (pos[None, :] <= row_pos[:, None])
-        if WINDOWED:
-            visible = visible & (row_pos[:, None] - pos[None, :] < window)
+        visible = inside[None, :]
+        if MULTI_QUERY:  # rows of several query tokens, each with its own end
+            visible = visible & (pos[None, :] <= row_pos[:, None])
+            if WINDOWED:
+                visible = visible & (row_pos[:, None] - pos[None, :] < window)
         scores = tl.where(visible, scores * score_scale, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
         p = tl.exp2(scores - m_new[:, None])
@@ -85,51 +100,6 @@ def attend_with_dot(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
     return acc, m, l
-
-
-@triton.jit
-def attend_with_fma(
-    q_row, k, v, table_row, begin, end, visible_from, inner_scale, score_scale,
-    k_block, k_slot, v_block, v_slot, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr,
-):  # fmt: skip
-    """(acc, m, l) of one query row over keys [begin, end), without tensor cores: for MHA, where a tile is one row.
-
-    Each of the BLOCK_N key lanes runs a softmax of its own and they are merged once at the end, so the loop has no
-    maximum across lanes, hence no wait of one warp for another.
-    """
-    dk = tl.arange(0, DK)
-    dv = tl.arange(0, DV)
-    q = tl.load(q_row + dk, mask=dk < HEAD_DIM_K, other=0.0).to(tl.float32)
-    acc = tl.zeros([BLOCK_N, DV], dtype=tl.float32)
-    m = tl.full([BLOCK_N], LOWEST, dtype=tl.float32)
-    l = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        pos = start + tl.arange(0, BLOCK_N)
-        inside = pos < end
-        if WINDOWED:
-            inside = inside & (pos >= visible_from)
-        block = tl.load(table_row + pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        k_row = block * k_block + (pos % BLOCK_SIZE) * k_slot
-        v_row = k_row if SAME_STRIDES else block * v_block + (pos % BLOCK_SIZE) * v_slot  # saves registers
-        k_ok = inside[:, None] & (dk < HEAD_DIM_K)[None, :]
-        v_ok = inside[:, None] & (dv < HEAD_DIM_V)[None, :]
-        k_tile = tl.load(k + k_row[:, None] + dk[None, :], mask=k_ok, other=0.0)
-        v_tile = tl.load(v + v_row[:, None] + dv[None, :], mask=v_ok, other=0.0)
-
-        scores = capped(tl.sum(q[None, :] * k_tile.to(tl.float32), 1), inner_scale, SOFTCAP)
-        scores = tl.where(inside, scores * score_scale, float("-inf"))
-        m_new = tl.maximum(m, scores)
-        p = tl.exp2(scores - m_new)
-        alpha = tl.exp2(m - m_new)
-        l = l * alpha + p
-        acc = acc * alpha[:, None] + p[:, None] * v_tile.to(tl.float32)
-        m = m_new
-    m_all = tl.max(m, 0)
-    weight = tl.exp2(m - m_all)
-    acc = tl.sum(acc * weight[:, None], 0)
-    return acc[None, :], tl.full([1], 0.0, tl.float32) + m_all, tl.full([1], 0.0, tl.float32) + tl.sum(l * weight)
 
 
 @triton.jit
@@ -178,7 +148,7 @@ def decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr, MULTI_QUERY: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -193,10 +163,20 @@ def decode_kernel(
     _, all_tiles = decode_tiles(all_lens, all_query_lens, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
     line_end = tl.cumsum(all_tiles, 0) * NUM_KV_HEADS
     total = tl.sum(all_tiles, 0) * NUM_KV_HEADS
-    share = tl.maximum((total + num_programs - 1) // num_programs, min_tiles)
 
-    tile = program * share
-    last_tile = tl.minimum(tile + share, total)
+    # Shares: total // sharers tiles each, and one more for the first `larger` programs. When whole pairs fit nearly as
+    # well (sequences of equal length), every share is a number of whole pairs instead, and none is cut.
+    sharers = tl.maximum(tl.minimum(num_programs, total // min_tiles), 1)
+    share = total // sharers
+    larger = total - share * sharers
+    pairs = tl.sum((all_tiles > 0).to(tl.int32), 0) * NUM_KV_HEADS
+    whole_pairs = (pairs + sharers - 1) // sharers * tl.max(all_tiles, 0)
+    if whole_pairs * 16 <= share * 17:
+        share = whole_pairs
+        larger = 0
+
+    tile = share_begin(program, share, larger)
+    last_tile = tl.minimum(share_begin(program + 1, share, larger), total)
     while tile < last_tile:
         # The pair (sequence, head) that `tile` belongs to, and its tiles [pair_begin, pair_end).
         seq = tl.sum((line_end <= tile).to(tl.int32), 0)
@@ -218,21 +198,13 @@ def decode_kernel(
         table_row = block_table + seq.to(tl.int64) * table_stride
         row = tl.arange(0, BLOCK_M)
         q_row = q + (query_start + row // GROUP).to(tl.int64) * q_token + (head * GROUP + row % GROUP) * q_head
-        if BLOCK_M == 1:
-            acc, m, l = attend_with_fma(
-                q + query_start.to(tl.int64) * q_token + head * q_head, k_heads, v_heads, table_row,
-                begin, end, visible_from, inner_scale, score_scale, k_block, k_slot, v_block, v_slot,
-                HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N, STAGES, SAME_STRIDES,
-                SOFTCAP, WINDOWED,
-            )  # fmt: skip
-        else:
-            acc, m, l = attend_with_dot(
-                q_row, row < query_len * GROUP, k_heads, v_heads, table_row,
-                begin, end, visible_from, seq_len - query_len + row // GROUP, window, inner_scale, score_scale,
-                k_block, k_slot, v_block, v_slot,
-                HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, SAME_STRIDES,
-                SOFTCAP, WINDOWED, PRECISION,
-            )  # fmt: skip
+        acc, m, l = attend(
+            q_row, row < query_len * GROUP, k_heads, v_heads, table_row,
+            begin, end, visible_from, seq_len - query_len + row // GROUP, window, inner_scale, score_scale,
+            k_block, k_slot, v_block, v_slot,
+            HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, SAME_STRIDES,
+            MULTI_QUERY, SOFTCAP, WINDOWED, PRECISION,
+        )  # fmt: skip
 
         if (tile == pair_begin) & (stop == pair_end):
             q_head_index = head * GROUP + row % GROUP
@@ -246,8 +218,8 @@ def decode_kernel(
             tl.store(partial_acc + slot[:, None] * DV + d[None, :], acc, mask=row_ok[:, None])
             tl.store(partial_m + slot, m, mask=row_ok)
             tl.store(partial_l + slot, l, mask=row_ok)
-            first_program = pair_begin // share
-            last_program = (pair_end - 1) // share
+            first_program = owner(pair_begin, share, larger)
+            last_program = owner(pair_end - 1, share, larger)
             tl.debug_barrier()  # all threads have stored before one of them announces it
             arrived = tl.atomic_add(arrivals + first_program, 1, sem="acq_rel")
             if arrived == last_program - first_program:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """block_m: query rows of a tile; 1 = no tensor cores (MHA only). block_n: keys of a tile.
+    """block_m: query rows of a tile. block_n: keys of a tile.
 
     programs_per_sm: the launch has this many programs a multiprocessor, each with an equal share of all tiles.
     min_tokens: no share is smaller than this many keys, so that short work is not cut into crumbs.
@@ -37,25 +37,40 @@ class PrefillTile:
     max_registers: int | None = None
 
 
-# (largest padded head size, tile); the first row that fits is taken. 16-bit KV.
-DECODE_MHA = {
-    80: [(64, DecodeTile(1, 32, 4, 3, 16, 128)), (128, DecodeTile(1, 32, 4, 3, 16, 128)), (256, DecodeTile(1, 16, 4, 3, 8, 128))],
-    89: [(64, DecodeTile(1, 32, 4, 3, 16, 128)), (128, DecodeTile(1, 32, 4, 3, 16, 128)), (256, DecodeTile(1, 16, 4, 2, 8, 128))],
-    90: [(64, DecodeTile(1, 32, 4, 3, 16, 128)), (128, DecodeTile(1, 32, 4, 3, 16, 128)), (256, DecodeTile(1, 16, 4, 3, 8, 128))],
-    100: [(64, DecodeTile(1, 32, 4, 3, 16, 128)), (128, DecodeTile(1, 32, 4, 3, 16, 128)), (256, DecodeTile(1, 16, 4, 3, 8, 128))],
-}  # fmt: skip
-DECODE_GQA = {
-    80: [(64, DecodeTile(16, 64, 2, 3, 8, 256)), (128, DecodeTile(16, 64, 2, 3, 8, 256)), (256, DecodeTile(16, 32, 4, 2, 4, 256))],
-    89: [(64, DecodeTile(16, 64, 2, 3, 8, 256)), (128, DecodeTile(16, 32, 2, 3, 8, 256)), (256, DecodeTile(16, 32, 4, 2, 4, 256))],
-    90: [(64, DecodeTile(16, 64, 2, 3, 8, 256)), (128, DecodeTile(16, 64, 2, 3, 8, 256)), (256, DecodeTile(16, 32, 4, 2, 4, 256))],
-    100: [(64, DecodeTile(16, 64, 2, 3, 8, 256)), (128, DecodeTile(16, 64, 2, 3, 8, 256)), (256, DecodeTile(16, 32, 4, 2, 4, 256))],
-}  # fmt: skip
+ANY = 1 << 30
+
+# 16-bit KV. Rows (query heads a KV head <=, head size <=, (sequence, KV head) pairs a multiprocessor <=, tile); the first
+# row that fits is taken. Few pairs must be split over many programs, many pairs keep them busy as they are.
+DECODE = {
+    80: [
+        (ANY, 64, ANY, DecodeTile(16, 64, 4, 3, 4, 256)),
+        (ANY, 128, ANY, DecodeTile(16, 64, 4, 3, 4, 256)),
+        (ANY, 256, ANY, DecodeTile(16, 32, 4, 3, 4, 256)),
+    ],
+    89: [
+        (ANY, 64, ANY, DecodeTile(16, 64, 4, 3, 4, 256)),
+        (ANY, 128, ANY, DecodeTile(16, 32, 4, 3, 4, 256)),
+        (ANY, 256, ANY, DecodeTile(16, 16, 4, 3, 4, 256)),
+    ],
+    90: [
+        (ANY, 64, ANY, DecodeTile(16, 32, 1, 5, 6, 256)),
+        (1, 128, 8, DecodeTile(16, 64, 4, 5, 2, 256)),
+        (1, 128, ANY, DecodeTile(16, 64, 2, 5, 32, 256)),
+        (16, 128, 2, DecodeTile(16, 64, 2, 5, 2, 128)),
+        (16, 128, ANY, DecodeTile(16, 64, 2, 3, 4, 256)),
+        (ANY, 128, ANY, DecodeTile(32, 64, 4, 5, 2, 256)),
+        (ANY, 256, ANY, DecodeTile(16, 32, 4, 3, 4, 256)),
+    ],
+}
+DECODE[100] = DECODE[90]
+
+# Rows (head size <=, tile).
 PREFILL = {
     80: [(64, PrefillTile(128, 64, 4, 3)), (128, PrefillTile(128, 64, 8, 2)), (256, PrefillTile(64, 32, 4, 2))],
     89: [(64, PrefillTile(128, 64, 4, 2)), (128, PrefillTile(128, 32, 8, 2)), (256, PrefillTile(64, 32, 4, 1))],
-    90: [(64, PrefillTile(128, 128, 8, 2)), (128, PrefillTile(128, 64, 8, 2)), (256, PrefillTile(64, 64, 4, 2))],
-    100: [(64, PrefillTile(128, 128, 8, 2)), (128, PrefillTile(128, 64, 8, 2)), (256, PrefillTile(64, 64, 4, 2))],
+    90: [(64, PrefillTile(128, 64, 8, 3, 128)), (128, PrefillTile(128, 64, 8, 3, 128)), (256, PrefillTile(64, 64, 4, 2))],
 }
+PREFILL[100] = PREFILL[90]
 
 
 def generation(capability: int) -> int:
@@ -66,28 +81,28 @@ def generation(capability: int) -> int:
     return max(known)
 
 
-def decode_tile(capability: int, group: int, padded_head_dim: int, element_size: int = 2) -> DecodeTile:
+def decode_tile(
+    capability: int, group: int, padded_head_dim: int, pairs_per_sm: float = 0, element_size: int = 2
+) -> DecodeTile:
     """Tile of the decode kernel; group = query heads a KV head. 4-byte KV halves block_n to keep the shared memory."""
-    if group == 1:
-        tile = _lookup(DECODE_MHA[generation(capability)], padded_head_dim)
-    else:
-        tile = _lookup(DECODE_GQA[generation(capability)], padded_head_dim)
-    block_m = 1 if group == 1 and tile.block_m == 1 else max(tile.block_m, 1 << (group - 1).bit_length())
-    block_n = max(16, tile.block_n * 2 // max(2, element_size))
-    return replace(tile, block_m=block_m, block_n=block_n)
+    _check_head_dim(padded_head_dim)
+    for most_group, most_dim, most_pairs, tile in DECODE[generation(capability)]:
+        if group <= most_group and padded_head_dim <= most_dim and pairs_per_sm <= most_pairs:
+            break
+    block_m = max(tile.block_m, 1 << (group - 1).bit_length())
+    return replace(tile, block_m=block_m, block_n=max(16, tile.block_n * 2 // max(2, element_size)))
 
 
 def prefill_tile(capability: int, group: int, padded_head_dim: int, element_size: int = 2) -> PrefillTile:
     """Tile of the prefill kernel, with at least one token's group of query heads in block_m."""
-    tile = _lookup(PREFILL[generation(capability)], padded_head_dim)
-    block_m = max(tile.block_m, 1 << (group - 1).bit_length())
+    _check_head_dim(padded_head_dim)
+    packed = 1 << (group - 1).bit_length()
     if element_size > 2:  # float32 is for tests: small tiles, no tensor cores
-        return PrefillTile(max(32, 1 << (group - 1).bit_length()), 32, 4, 1)
-    return replace(tile, block_m=block_m)
+        return PrefillTile(max(32, packed), 32, 4, 1)
+    tile = next(tile for most_dim, tile in PREFILL[generation(capability)] if padded_head_dim <= most_dim)
+    return replace(tile, block_m=max(tile.block_m, packed))
 
 
-def _lookup(rows, padded_head_dim: int):
-    for largest, tile in rows:
-        if padded_head_dim <= largest:
-            return tile
-    raise ValueError(f"head size {padded_head_dim} is not supported: at most {rows[-1][0]}")
+def _check_head_dim(padded_head_dim: int) -> None:
+    if padded_head_dim > 256:
+        raise ValueError(f"head sizes up to 256 are supported, got {padded_head_dim} (padded to a power of two)")

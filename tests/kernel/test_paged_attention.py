@@ -79,7 +79,7 @@ def test_one_workspace_serves_batches_of_any_shape(paged_batch, tolerance):
         paged_batch((4, 2, 64, 64), [3, 90, 17, 200, 1], [1] * 5),
         paged_batch((4, 2, 64, 64), [90, 300, 12], [60, 1, 1]),
     ]
-    workspace = Workspace.allocate(4, 2, 64, 64, torch.float32, batches[0].device)
+    workspace = Workspace.allocate(64, batches[0].device)
     for batch in batches * 2:
         assert batch.error(workspace=workspace) < tolerance[torch.float32]
         assert torch.all(workspace.arrivals == 0)

@@ -59,7 +59,7 @@ def test_cuda_graph_replay_follows_new_lengths(paged_batch, tolerance):
     from labkit.kernels import Workspace
 
     batch = paged_batch((8, 2, 128, 128), [900, 30, 2000, 5], [1] * 4, dtype=torch.bfloat16)
-    workspace = Workspace.allocate(8, 2, 128, 128, torch.bfloat16, "cuda")
+    workspace = Workspace.allocate(128, "cuda")
     batch.kernel(workspace=workspace)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
