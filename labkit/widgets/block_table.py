@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -108,7 +108,7 @@ class BlockTable(anywidget.AnyWidget):
 
     # ------------------------------------------------------------------ moving on
 
-    def watch(self, outputs: Iterable[Output]) -> Iterator[Output]:
+    def watch(self, outputs: Iterable[Output]) -> Generator[Output]:
         """Pass on ``outputs``, such as those of ``llm.stream(...)``, and show what each step did to the pool.
 
         The last state is always shown, also when the loop is left early, which ends ``outputs`` too.
@@ -118,7 +118,7 @@ class BlockTable(anywidget.AnyWidget):
                 self.update()
                 yield output
         finally:
-            if isinstance(outputs, Iterator) and hasattr(outputs, "close"):
+            if isinstance(outputs, Generator):
                 outputs.close()  # aborts what still runs, so that its blocks are seen to go
             self.update()
             self.flush()

@@ -1,0 +1,259 @@
+"""The block table widget as Python sees it: what it sends to a browser, when, and what it shows without one."""
+
+from __future__ import annotations
+
+import zlib
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from labkit.core import Engine
+from labkit.memory import KVCacheManager
+from labkit.observe import BlockTableState, Trace
+from labkit.scheduling import Request, SamplingParams, Scheduler, SchedulerConfig
+from labkit.simulation import SimulatedExecutor
+from labkit.widgets import BlockTable, block_cells
+from labkit.widgets.block_cells import CellState
+from labkit.widgets.palette import OKABE_ITO, request_styles
+
+
+def new_engine(num_requests: int) -> Engine:
+    """Requests of 20 to 39 prompt tokens of which 16 are the same, with 12 new tokens each."""
+    scheduler = Scheduler(SchedulerConfig(8, 64, 200), KVCacheManager(32, 16))
+    engine = Engine(scheduler, SimulatedExecutor(lambda plan: 0.05), Trace(32, 16))
+    for i in range(num_requests):
+        prompt = [*range(16), *range(100 * i, 100 * i + 4 + i % 20)]
+        engine.add_request(Request(f"r{i}", prompt, SamplingParams(max_tokens=12, ignore_eos=True)))
+    return engine
+
+
+def run(engine: Engine):
+    while engine.has_unfinished:
+        yield engine.step()
+
+
+def finished(num_requests: int = 6) -> Engine:
+    engine = new_engine(num_requests)
+    for _ in run(engine):
+        pass
+    return engine
+
+
+def cells_of(state: BlockTableState, request_ids: list[str]) -> list[tuple[int, int, int]]:
+    views = [state.block(block_id) for block_id in range(state.num_blocks)]
+    return [
+        (
+            0 if view.request_id is None else request_ids.index(view.request_id) + 1,
+            view.logical_index,
+            view.num_tokens | view.ref_cnt << 16 | view.is_cached << 31,
+        )
+        for view in views
+    ]
+
+
+def columns(packed: bytes, count: int) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(packed), "<u4").reshape(count, -1)
+
+
+class Frames:
+    """Counts what is sent to the browser, under a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.sent = 100.0, []
+        monkeypatch.setattr("labkit.widgets.block_table.time.monotonic", lambda: self.now)
+
+    def watch(self, table: BlockTable) -> None:
+        table.observe(lambda change: self.sent.append(change.new), "status")
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> Frames:
+    return Frames(monkeypatch)
+
+
+# ---------------------------------------------------------------------- player
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_player_gets_the_cells_of_every_shown_step(every: int):
+    trace = finished().trace
+    assert trace is not None
+    table = BlockTable.from_trace(trace, every)
+    changes, steps = columns(table.changes, 4), columns(table.steps, 6)
+    shown = [n for n in range(1, len(trace) + 1) if n % every == 0 or n == len(trace)]
+    assert list(steps[1]) == shown
+
+    state, cells, row = BlockTableState(trace.num_blocks, trace.block_size), np.zeros((32, 3), int), 0
+    for number, record in enumerate(trace, 1):
+        state.apply(record)
+        if number not in shown:
+            continue
+        end, _, milliseconds, running, waiting, referenced = steps[:, shown.index(number)]
+        for block_id, *words in changes[:, row:end].T:
+            cells[block_id] = words
+        row = end
+        assert [tuple(cell) for cell in cells.tolist()] == cells_of(state, table.request_ids)
+        assert (running, waiting) == (record.num_running, record.num_waiting)
+        assert referenced == state.num_referenced_blocks
+        assert milliseconds == round(1000 * (record.end - trace.steps[0].start))
+    assert row == changes.shape[1]
+
+
+def test_a_players_still_picture_is_the_fullest_step():
+    trace = finished().trace
+    assert trace is not None
+    state, most, step = BlockTableState(32, 16), 0, 0
+    for number, record in enumerate(trace, 1):
+        state.apply(record)
+        if state.num_referenced_blocks > most:
+            most, step = state.num_referenced_blocks, number
+    text = repr(BlockTable.from_trace(trace))
+    assert f"step {step} of {len(trace)}, the fullest: {most} of 32 blocks in use" in text
+
+
+def test_what_a_player_cannot_show_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="no steps"):
+        BlockTable.from_trace(Trace(8, 16))
+    trace = finished().trace
+    assert trace is not None
+    with pytest.raises(ValueError, match="every must be >= 1, got 0"):
+        BlockTable.from_trace(trace, every=0)
+    monkeypatch.setattr(block_cells, "MAX_CHANGES", 10)
+    with pytest.raises(ValueError, match=r"more than 10 .* raise every \(now 1\)"):
+        BlockTable.from_trace(trace)
+
+
+def test_a_block_size_that_no_cell_can_hold_is_refused():
+    with pytest.raises(ValueError, match="block_size must be 1 to 65535 to be drawn, got 65536"):
+        CellState(8, 65536)
+
+
+# ---------------------------------------------------------------------- live
+
+
+def test_a_live_table_ends_with_the_last_state():
+    engine = new_engine(6)
+    table = BlockTable.live(engine)
+    assert len(list(table.watch(run(engine)))) == engine.stats.num_steps
+    state = BlockTableState(32, 16)
+    assert engine.trace is not None
+    for record in engine.trace:
+        state.apply(record)
+    assert np.frombuffer(table.cells, "<u4").reshape(-1, 3).tolist() == [
+        list(cell) for cell in cells_of(state, table.request_ids)
+    ]
+    assert table.status == [len(engine.trace), 0, 0]
+
+
+def test_frames_are_at_most_thirty_a_second_and_the_last_is_never_lost(frames: Frames):
+    engine = new_engine(6)
+    table = BlockTable.live(engine)
+    frames.watch(table)
+    for _ in table.watch(run(engine)):
+        frames.now += 0.01
+    assert engine.trace is not None
+    assert 3 < len(frames.sent) <= len(engine.trace) * 0.01 * 30 + 1
+    assert frames.sent[-1] == [len(engine.trace), 0, 0]
+
+
+def test_large_pools_get_fewer_frames(frames: Frames):
+    table = BlockTable(65_536, 16)
+    frames.watch(table)
+    trace = finished().trace
+    assert trace is not None
+    for record in trace.steps[:10]:
+        table.apply(record)
+        frames.now += 0.04
+    assert 3 <= len(frames.sent) <= 4, "786,432 bytes a frame, 8 MB a second: a frame each 0.1 s"
+
+
+def test_leaving_the_loop_early_ends_the_run_and_shows_what_is_left():
+    engine = new_engine(6)
+    table = BlockTable.live(engine)
+
+    def outputs():
+        try:
+            yield from run(engine)
+        finally:
+            for i in range(6):
+                engine.abort(f"r{i}")
+
+    watching = table.watch(outputs())
+    for _ in zip(range(4), watching, strict=False):
+        pass
+    watching.close()
+    assert not engine.has_unfinished
+    assert "0 of 32 blocks in use" in repr(table)
+    assert table.status[1:] == [0, 0]
+
+
+def test_an_error_in_the_run_reaches_the_caller_after_the_last_frame():
+    engine = new_engine(3)
+    table = BlockTable.live(engine)
+
+    def outputs():
+        yield engine.step()
+        engine.step()
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(table.watch(outputs()))
+    assert table.status[0] == 2
+
+
+def test_a_table_made_late_shows_what_happened_before():
+    engine = finished()
+    table = BlockTable.live(engine)
+    assert engine.trace is not None
+    assert table.status == [len(engine.trace), 0, 0]
+    assert "r0" in table.request_ids
+
+
+def test_nothing_to_follow_is_an_error():
+    engine = Engine(Scheduler(SchedulerConfig(8, 64, 100), KVCacheManager(8, 16)), SimulatedExecutor())
+    with pytest.raises(ValueError, match="Engine records no trace"):
+        BlockTable.live(engine)
+    with pytest.raises(ValueError, match="follows no engine"):
+        BlockTable(8, 16).update()
+
+
+# ---------------------------------------------------------------------- without a browser
+
+
+def test_text_and_picture_stand_beside_the_widget():
+    bundle = BlockTable.live(finished())._repr_mimebundle_()
+    assert bundle is not None
+    data, _ = bundle
+    assert "application/vnd.jupyter.widget-view+json" in data
+    assert data["text/plain"].startswith("BlockTable(32 blocks of 16 tokens; step ")
+    assert "0x" not in data["text/plain"]
+    assert ElementTree.fromstring(data["image/svg+xml"]).tag.endswith("svg")
+
+
+def test_the_picture_has_a_colour_for_each_state():
+    engine = new_engine(2)
+    table = BlockTable.live(engine)
+    for _ in zip(range(2), table.watch(run(engine)), strict=False):
+        pass
+    svg = table.to_svg()
+    first, second = OKABE_ITO[:2]
+    assert f'fill="{first}"' in svg and f'fill="{second}"' in svg, "two requests hold blocks"
+    for _ in table.watch(run(engine)):
+        pass
+    svg = table.to_svg()
+    assert f'fill="{first}66"' in svg, "what they left in the prefix cache is pale"
+    assert f'<path fill="{first}"' not in svg
+
+
+@pytest.mark.parametrize("num_blocks", [1, 8, 1000, 16_384, 65_536])
+def test_pictures_of_all_sizes_stay_small(num_blocks: int):
+    svg = BlockTable(num_blocks, 16).to_svg()
+    ElementTree.fromstring(svg)
+    assert len(svg) < 400_000
+
+
+def test_styles_tell_28_requests_apart():
+    styles = [(style["fill"], style["hatch"]) for style in request_styles()]
+    assert len(set(styles)) == len(styles) == 28
+    assert [fill for fill, _ in styles[:7]] == list(OKABE_ITO)
