@@ -40,7 +40,7 @@ def memory_split(parts: Mapping[str, int], *, title: str = "What memory went whe
     if not drawn:
         raise ValueError(f"parts must hold at least one above 0 bytes, got {dict(parts)}")
     total = sum(drawn.values())
-    figure = go.Figure(
+    traces = [
         go.Bar(
             y=[""],
             x=[num_bytes / GIB],
@@ -50,7 +50,8 @@ def memory_split(parts: Mapping[str, int], *, title: str = "What memory went whe
             hovertemplate=f"{_label(name)}: {format_bytes(num_bytes)}, {num_bytes / total:.1%}<extra></extra>",
         )
         for number, (name, num_bytes) in enumerate(drawn.items())
-    )
+    ]
+    figure = go.Figure(traces)
     figure.update_xaxes(title="GiB", range=[0, total / GIB])
     styled(figure, title=title, height=210)
     return figure.update_layout(barmode="stack", hovermode="closest", margin_l=10, legend_y=-0.75)
@@ -64,7 +65,7 @@ def memory_timeline(table: pd.DataFrame, *, title: str = "Memory over time") -> 
     if table.empty:
         raise ValueError("table must hold at least one snapshot, got none")
     parts = [name for name in table.columns if name not in ("time", "total", "free") and table[name].any()]
-    figure = go.Figure(
+    traces = [
         go.Scatter(
             x=table["time"],
             y=table[name] / GIB,
@@ -76,7 +77,8 @@ def memory_timeline(table: pd.DataFrame, *, title: str = "Memory over time") -> 
             hovertemplate="%{y:.3f} GiB",
         )
         for number, name in enumerate(parts)
-    )
+    ]
+    figure = go.Figure(traces)
     figure.update_xaxes(title="seconds")
     figure.update_yaxes(title="GiB", rangemode="tozero")
     return styled(figure, title=title)

@@ -33,7 +33,7 @@ def usage_timeline(trace: Trace) -> go.Figure:
         parts["cached"].append(state.num_cached_free_blocks * trace.block_size)
         parts["free"].append(state.num_free_blocks * trace.block_size)
     names = {"live": "live tokens", "fragmentation": "internal fragmentation", "cached": "cached", "free": "free"}
-    figure = go.Figure(
+    traces = [
         go.Scatter(
             x=steps,
             y=parts[part],
@@ -44,8 +44,14 @@ def usage_timeline(trace: Trace) -> go.Figure:
             fillcolor=COLOURS[part],
         )
         for part, name in names.items()
-    )
-    figure.update_xaxes(title="step" if stride == 1 else f"step (every {stride}th is drawn)")
+    ]
+    figure = go.Figure(traces)
+    figure.update_xaxes(title="step" if stride == 1 else f"step (every {_ordinal(stride)} is drawn)")
     figure.update_yaxes(title="slots, one token each", range=[0, trace.num_blocks * trace.block_size])
     title = f"KV pool: {trace.num_blocks:,} blocks of {trace.block_size} tokens"
     return styled(figure, title=title)
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
