@@ -61,6 +61,14 @@ class Engine:
             now = self.executor.now()
             self._record(StepPlan(self.scheduler.num_steps, ()), now, now, 0)
 
+    def restart_records(self) -> None:
+        """Begin statistics and trace anew. Raises RuntimeError while requests are unfinished."""
+        if self.has_unfinished:
+            raise RuntimeError("records can be restarted only when no request is unfinished")
+        self.stats = EngineStats()
+        if self.trace is not None:
+            self.trace.steps.clear()
+
     def step(self) -> list[Request]:
         """Run one step; return the requests that got tokens or ended in it.
 

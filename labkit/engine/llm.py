@@ -228,6 +228,10 @@ class LLM:
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
         return self._tokenizer
 
+    def reset_stats(self) -> None:
+        """Start the statistics and the trace anew, after a warm-up say. Raises RuntimeError while requests run."""
+        self.engine.restart_records()
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests are not affected."""
         self.engine.scheduler.kv.reset_prefix_cache()

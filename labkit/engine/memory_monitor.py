@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import psutil
 import torch
 
 from labkit.memory import KVCacheUsage
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class MemoryMonitor:
 
     def timeline(self) -> pd.DataFrame:
         """The background snapshots as a table, one row each, in bytes."""
+        import pandas as pd
+
         return pd.DataFrame([asdict(s) for s in self.snapshots], columns=[f.name for f in fields(MemorySnapshot)])
 
     def __enter__(self) -> MemoryMonitor:

@@ -1,0 +1,183 @@
+"""Serving speed: the same requests through labkit and through what transformers itself offers, in one run."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from labkit.engine import LLM
+from labkit.scheduling import SamplingParams
+
+from .serving_workload import ServeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRow:
+    """One system's figures for one workload; times in seconds, None where a system cannot tell them.
+
+    ``tokens_per_second`` counts generated tokens over the time from the first arrival to the last token; prefill is
+    in it, loading, warm-up and graph capture are not.
+    """
+
+    model: str
+    system: str
+    workload: str
+    kv_format: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    seconds: float
+    tokens_per_second: float
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    itl_p50_s: float | None = None
+    itl_p99_s: float | None = None
+    peak_kv_cache_usage: float | None = None
+    num_preemptions: int | None = None
+
+
+def bench_serve(
+    model: PreTrainedModel,
+    requests: Sequence[ServeRequest],
+    *,
+    systems: Sequence[str] = ("labkit",),
+    model_name: str,
+    workload_name: str,
+    **llm_options: Any,
+) -> list[ServeRow]:
+    """Serve ``requests`` with each of ``systems`` (see :data:`SYSTEMS`), one after the other on the same model.
+
+    ``llm_options`` go to labkit's :class:`LLM`. Raises ValueError for an unknown system.
+    """
+    unknown = [name for name in systems if name not in SYSTEMS]
+    if unknown:
+        raise ValueError(f"systems must be among {', '.join(SYSTEMS)}, got {unknown}")
+    rows = []
+    for name in systems:
+        figures = SYSTEMS[name](model, requests, **(llm_options if name == "labkit" else {}))
+        num_output = sum(r.num_output_tokens for r in requests)
+        rows.append(
+            ServeRow(
+                model=model_name,
+                system=name,
+                workload=workload_name,
+                kv_format=str(model.dtype).removeprefix("torch."),
+                num_requests=len(requests),
+                num_prompt_tokens=sum(len(r.prompt_token_ids) for r in requests),
+                num_output_tokens=num_output,
+                tokens_per_second=num_output / figures["seconds"],
+                **figures,
+            )
+        )
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return rows
+
+
+def serve_with_labkit(model: PreTrainedModel, requests: Sequence[ServeRequest], **llm_options: Any) -> dict[str, Any]:
+    """Through :class:`LLM`: greedy, lengths forced, requests added when they arrive."""
+    longest = max(len(r.prompt_token_ids) + r.num_output_tokens for r in requests)
+    with LLM(model, **({"max_model_len": longest, "enable_prefix_caching": False} | llm_options)) as llm:
+        llm.generate([[1] * min(600, longest - 4)] * 4, _forced(4), use_tqdm=False)  # compiles what prefill needs
+        llm.reset_stats()
+        return run_timed(llm, requests)
+
+
+def run_timed(llm: LLM, requests: Sequence[ServeRequest]) -> dict[str, Any]:
+    """Feed requests as their time comes and step until all have ended; the figures of a :class:`ServeRow`."""
+    upcoming = sorted(enumerate(requests), key=lambda pair: pair[1].arrival_time)[::-1]
+    start = time.perf_counter()
+    while upcoming or llm.has_unfinished():
+        now = time.perf_counter() - start
+        while upcoming and upcoming[-1][1].arrival_time <= now:
+            number, request = upcoming.pop()
+            llm.add_request(f"request-{number}", request.prompt_token_ids, _forced(request.num_output_tokens))
+        if llm.has_unfinished():
+            llm.step()
+        elif upcoming:
+            time.sleep(max(0.0, upcoming[-1][1].arrival_time - now))
+    seconds = time.perf_counter() - start
+    stats = llm.stats
+    return {
+        "seconds": seconds,
+        "ttft_p50_s": stats.time_to_first_token(50),
+        "ttft_p99_s": stats.time_to_first_token(99),
+        "itl_p50_s": stats.inter_token_latency(50),
+        "itl_p99_s": stats.inter_token_latency(99),
+        "peak_kv_cache_usage": stats.peak_kv_cache_usage,
+        "num_preemptions": stats.num_preemptions,
+    }
+
+
+def serve_with_generate(
+    model: PreTrainedModel, requests: Sequence[ServeRequest], batch_size: int = 64
+) -> dict[str, Any]:
+    """Static batches through ``model.generate`` with sdpa: padded on the left, each as long as its longest output."""
+    model.set_attn_implementation("sdpa")
+    start = time.perf_counter()
+    for first in range(0, len(requests), batch_size):
+        batch = requests[first : first + batch_size]
+        longest = max(len(r.prompt_token_ids) for r in batch)
+        tokens = torch.zeros(len(batch), longest, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        for row, request in enumerate(batch):
+            tokens[row, longest - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
+            mask[row, longest - len(request.prompt_token_ids) :] = 1
+        count = max(r.num_output_tokens for r in batch)
+        model.generate(  # pyright: ignore[reportCallIssue]
+            tokens.to(model.device),
+            attention_mask=mask.to(model.device),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            pad_token_id=0,
+        )
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return {"seconds": time.perf_counter() - start}
+
+
+def serve_with_continuous_batching(model: PreTrainedModel, requests: Sequence[ServeRequest]) -> dict[str, Any]:
+    """transformers' own continuous batching with sdpa over its paged cache."""
+    from transformers import GenerationConfig
+
+    model.set_attn_implementation("sdpa")
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024)
+    manager = model.init_continuous_batching(generation_config=config)  # pyright: ignore[reportCallIssue]
+    manager.start()
+    try:
+        start = time.perf_counter()
+        for number, request in enumerate(requests):
+            manager.add_request(
+                request.prompt_token_ids, request_id=f"request-{number}", max_new_tokens=request.num_output_tokens
+            )
+        finished, arrivals = 0, []
+        while finished < len(requests):
+            result = manager.get_result(timeout=120)
+            if result is None:
+                raise RuntimeError(f"continuous batching stopped after {finished} of {len(requests)} requests")
+            finished += 1
+            arrivals.append(time.perf_counter() - start)
+        return {"seconds": float(np.max(arrivals))}
+    finally:
+        manager.stop(block=True)
+
+
+def _forced(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+SYSTEMS: dict[str, Callable[..., dict[str, Any]]] = {
+    "labkit": serve_with_labkit,
+    "transformers generate, sdpa, static": serve_with_generate,
+    "transformers continuous batching, sdpa": serve_with_continuous_batching,
+}
+"""What can serve, by the name that stands in the table."""
