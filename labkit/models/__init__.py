@@ -6,11 +6,13 @@ for measuring speed), :func:`check_support` and :func:`require_supported` (can t
 """
 
 from .embedded import fetch
-from .fused import FusionReport, fuse_decoder_layers
-from .loading import load_model, random_model
+from .fused import FusedAttentionInfo, FusionReport, fuse_decoder_layers
+from .loading import load_model
+from .random_weights import random_model
 from .support import SupportReport, check_support, explain_support, require_supported
 
 __all__ = [
+    "FusedAttentionInfo",
     "FusionReport",
     "SupportReport",
     "check_support",

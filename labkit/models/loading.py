@@ -1,29 +1,24 @@
-"""Loading models: the embedded one, the hub's, a folder's, a GGUF file's, or random weights of a named shape."""
+"""Loading a decoder and its tokenizer: the embedded one, the hub's, a folder's, a GGUF file's."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
-from transformers.utils import logging as hf_logging
 
-from labkit.kv_math import ModelShape, model_shape
-
-from .embedded import fetch
+from . import embedded, hub
 from .gguf import GGUFFile
 from .gguf_llama import gguf_tokenizer, llama_model
+from .quiet import quiet_transformers
+from .support import require_supported
 
 _DTYPES = {
     "float32": torch.float32,
@@ -43,7 +38,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a decoder and its tokenizer.
+    """Load a decoder, ready for inference, and its tokenizer.
 
     Args:
         name: None for the embedded SmolLM2-135M-Instruct; "org/name" on the hub (the local cache is looked at first);
@@ -51,37 +46,72 @@ def load_model(
         dtype: "auto", or a floating-point type. "auto" on a GPU is bfloat16 for the embedded model and GGUF files
             and what the checkpoint says otherwise; on a CPU it is float32.
         device: default "cuda" if there is one, else "cpu".
-        tokenizer: another tokenizer than the model's own.
+        tokenizer: another tokenizer than the model's own: hub name, folder or object.
+        revision: branch, tag or commit on the hub.
 
-    Weights are read from safetensors only, never from pickle files, and code from the hub runs only with
-    ``trust_remote_code``. Raises ValueError for a bad argument, OSError, saying what to do, for a model that cannot
-    be reached.
+    Weights are read from safetensors only, never from pickle files, and code that comes with a model runs only with
+    ``trust_remote_code``. Raises ValueError for a bad argument and for an architecture that the engine cannot run
+    (before its weights are fetched); OSError, saying what to do, for a model that cannot be reached.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen = resolve_dtype(dtype, device)
+    chosen_device = resolve_device(device)
+    chosen = resolve_dtype(dtype, chosen_device)
+    wants_own_tokenizer = tokenizer is None
     if name is None:
-        name = fetch()
-        chosen = chosen or torch.bfloat16
-    path = Path(name)
-    if path.suffix == ".gguf":
-        model, own_tokenizer = _load_gguf(path, chosen or torch.bfloat16, tokenizer is None)
+        folder, shown_name = embedded.fetch(), f"{embedded.NAME}, Q4_1 weights dequantised"
+        model = _load_folder(folder, chosen or torch.bfloat16, trust_remote_code=False)
+        own_tokenizer = _load_tokenizer(folder, False) if wants_own_tokenizer else None
+    elif (path := _checked_path(name)).suffix == ".gguf":
+        gguf, shown_name = GGUFFile(path), path.stem
+        own_tokenizer = gguf_tokenizer(gguf) if wants_own_tokenizer else None
+        model = llama_model(gguf, chosen or torch.bfloat16)
     else:
-        options = {"revision": revision, "trust_remote_code": trust_remote_code}
-        with _explained(str(name)), _quiet():
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=chosen or "auto", use_safetensors=True, **options)
-            own_tokenizer = AutoTokenizer.from_pretrained(name, **options) if tokenizer is None else None
+        if not path.is_dir():
+            require_supported(load_config(name, revision=revision, trust_remote_code=trust_remote_code))
+            path = hub.model_folder(str(name), revision, trust_remote_code)
+        shown_name = str(name)
+        model = _load_folder(path, chosen, trust_remote_code)
+        own_tokenizer = _load_tokenizer(path, trust_remote_code) if wants_own_tokenizer else None
     if isinstance(tokenizer, str | Path):
-        with _explained(str(tokenizer)):
-            own_tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+        folder = Path(tokenizer)
+        if not folder.is_dir():
+            folder = hub.tokenizer_folder(str(tokenizer), None, trust_remote_code)
+        own_tokenizer = _load_tokenizer(folder, trust_remote_code)
     elif tokenizer is not None:
         own_tokenizer = tokenizer
-    return model.to(device).eval(), own_tokenizer  # type: ignore[return-value]
+    model.config.name_or_path = shown_name
+    return model.to(chosen_device).eval(), own_tokenizer  # type: ignore[arg-type,return-value]
+
+
+def load_config(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a folder's or the hub's model, without its weights. Raises as :func:`load_model` does."""
+    path = _checked_path(name)
+    if not path.is_dir():
+        path = hub.config_folder(str(name), revision, trust_remote_code)
+    if not (path / "config.json").exists():
+        raise ValueError(f"{name} has no config.json: it is not the folder of a transformers model")
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The torch device that is meant: None is "cuda" if there is one, else "cpu".
+
+    Raises ValueError if there is no such device.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    return chosen
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
     """The torch dtype that is meant; None leaves it to the checkpoint ("auto" on a GPU).
 
-    Raises ValueError for names that are no floating-point type.
+    Raises ValueError for what is no floating-point type.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else None
@@ -92,85 +122,36 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     raise ValueError(f"dtype must be 'auto', {', '.join(map(repr, _DTYPES))} or the torch dtype, got {dtype!r}")
 
 
-def random_model(
-    shape: str | ModelShape,
-    *,
-    dtype: str | torch.dtype = torch.bfloat16,
-    device: str | torch.device | None = None,
-    seed: int = 0,
-) -> PreTrainedModel:
-    """A Llama-structured model of a named shape with random weights, made on the device: for measuring speed.
-
-    Raises ValueError for an unknown name (see ``labkit.kv_math.MODEL_SHAPES``) or a mixture of experts.
-    """
-    known = model_shape(shape) if isinstance(shape, str) else shape
-    if known.num_experts > 1:
-        raise ValueError(f"random_model makes dense models only, {known.name} has {known.num_experts} experts")
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config_class, model_class = (Qwen2Config, Qwen2ForCausalLM) if known.qkv_bias else (LlamaConfig, LlamaForCausalLM)
-    config = config_class(
-        vocab_size=known.vocab_size,
-        hidden_size=known.hidden_size,
-        intermediate_size=known.intermediate_size,
-        num_hidden_layers=known.num_layers,
-        num_attention_heads=known.num_heads,
-        num_key_value_heads=known.num_kv_heads,
-        head_dim=known.head_dim,
-        max_position_embeddings=known.max_model_len,
-        tie_word_embeddings=known.tied_embeddings,
-    )
-    config.name_or_path = f"random weights of {known.name}"
-    with torch.device("meta"):
-        model = model_class(config)
-    model = model.to(dtype=resolve_dtype(dtype, device) or torch.bfloat16).to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, 0.02, generator=generator)
-        for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
-                parameter.zero_()
-    # to_empty leaves buffers undefined; the rotary frequencies are the only ones.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    model.tie_weights()
-    return model.eval()
+def _checked_path(name: str | Path) -> Path:
+    """``name`` as a path; what is clearly meant as a path must exist."""
+    if not isinstance(name, str | Path):
+        raise TypeError(f"name must be a hub name, a folder, a .gguf file or None, got {name!r}")
+    path = Path(name).expanduser()
+    if not str(name):
+        raise ValueError("name must be a hub name, a folder, a .gguf file or None, got ''")
+    if path.is_file() and path.suffix != ".gguf":
+        raise ValueError(f"{name} is a file; only .gguf files can be loaded, or the folder that holds a whole model")
+    looks_like_path = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
+    if not path.exists() and (looks_like_path or path.suffix == ".gguf"):
+        raise FileNotFoundError(f"there is no file or folder {name}")
+    return path
 
 
-def _load_gguf(
-    path: Path, dtype: torch.dtype, wants_tokenizer: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    if not path.exists():
-        raise FileNotFoundError(f"there is no file {path}")
-    file = GGUFFile(path)
-    return llama_model(file, dtype), gguf_tokenizer(file) if wants_tokenizer else None
+def _load_folder(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
+    require_supported(load_config(folder, trust_remote_code=trust_remote_code))
+    if not any(folder.glob("*.safetensors")):
+        pickles = ", ".join(sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth")))
+        found = f"only {pickles}, and pickle files are not loaded: they can run code" if pickles else "no weights"
+        raise ValueError(f"{folder} must hold safetensors weights; it has {found}")
+    with quiet_transformers():
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code
+        )
 
 
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Say what to do about the errors with which loading usually fails."""
+def _load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
-        yield
-    except OSError as error:
-        if Path(name).is_dir():
-            hint = "the folder needs config.json and safetensors weights; pickle files (.bin, .pt) are not read"
-        else:
-            hint = (
-                "no such folder here, and the hub could not be reached or does not have it: check the name and the "
-                "connection, download it elsewhere and pass the folder, or leave the name out for the embedded model"
-            )
-        raise OSError(f"could not load {name!r}: {hint}\n{error}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the loader's own progress bar: a small model loads faster than the bar can be read."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer can be loaded from {folder}: pass tokenizer= another one ({error})") from error
