@@ -12,7 +12,7 @@ import triton
 from .decode import decode_kernel
 from .pages import KVPages, check_attention_inputs
 from .prefill import prefill_kernel
-from .tuning import DecodeTile, PrefillTile, decode_tile, prefill_tile
+from .tuning import DecodeTile, PrefillTile, decode_programs, decode_tile, prefill_tile
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def paged_attention(
     dk, dv = triton.next_power_of_2(head_dim_k), triton.next_power_of_2(head_dim_v)
     capability, num_sms = device_limits(q.device)
     pairs = num_seqs * kv.num_kv_heads
-    tile = decode_tile(capability, group, max(dk, dv), pairs / num_sms, q.element_size())
+    tile = decode_tile(capability, group, max(head_dim_k, head_dim_v), pairs / num_sms, q.element_size())
     if workspace is None:
         workspace = Workspace.allocate(head_dim_v, q.device)
     launch = AttentionLaunch(
@@ -110,7 +110,8 @@ def paged_attention(
     )
     launch.decode(tile, workspace, max_query_len, num_sms).run()
     if max_query_len * group > tile.block_m:
-        launch.prefill(prefill_tile(capability, group, max(dk, dv), q.element_size()), tile.block_m).run()
+        prefill = prefill_tile(capability, group, max(head_dim_k, head_dim_v), q.element_size())
+        launch.prefill(prefill, tile.block_m).run()
     return out
 
 
@@ -179,9 +180,8 @@ class AttentionLaunch:
 
     def decode(self, tile: DecodeTile, workspace: Workspace, max_query_len: int, num_sms: int) -> KernelCall:
         rows = triton.next_power_of_2(self.group) if max_query_len == 1 else tile.block_m
-        # at least a program a pair: sequences of equal length then need no cut at all
         pairs = self.seq_lens.shape[0] * self.kv.num_kv_heads
-        programs = min(max(tile.programs_per_sm * num_sms, pairs), workspace.partial_m.shape[0] // (2 * rows))
+        programs = min(decode_programs(pairs, tile.programs_per_sm * num_sms), workspace.partial_m.shape[0] // (2 * rows))
         arguments = (
             *self.tensors(), workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
             self.seq_lens.shape[0], self.q.shape[0], triton.cdiv(tile.min_tokens, tile.block_n), *self.scalars(),

@@ -60,10 +60,10 @@ def example_call(
     table, lens, starts = (torch.empty(s, dtype=torch.int32, **meta) for s in ((32, 64), (32,), (33,)))
     dk, dv, group = triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), num_q_heads // num_kv_heads
     launch = AttentionLaunch(q, kv, table, lens, starts, out, dim_k**-0.5, None, None, None, group, dk, dv)
-    decode = tuning.decode_tile(capability, group, max(dk, dv), pairs_per_sm, dtype.itemsize)
+    decode = tuning.decode_tile(capability, group, max(dim_k, dim_v), pairs_per_sm, dtype.itemsize)
     if kind == "decode":
         return launch.decode(tile or decode, Workspace.with_capacity(4096, dv, torch.device("meta")), 1, 1)
-    tile = tile or tuning.prefill_tile(capability, group, max(dk, dv), dtype.itemsize)
+    tile = tile or tuning.prefill_tile(capability, group, max(dim_k, dim_v), dtype.itemsize)
     return launch.prefill(tile, decode.block_m)
 
 

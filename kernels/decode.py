@@ -45,16 +45,15 @@ def decode_tiles(seq_len, query_len, window, GROUP, MAX_ROWS, BLOCK_N, WINDOWED:
 
 
 @triton.jit
-def share_begin(program, share, larger):
-    """First tile of a program: the first `larger` programs have share + 1 tiles, the others share."""
-    return program * share + tl.minimum(program, larger)
+def share_begin(program, total, sharers):
+    """First tile of a program: floor(program total / sharers), in parts so that no product leaves 32 bits."""
+    return program * (total // sharers) + program * (total % sharers) // sharers
 
 
 @triton.jit
-def owner(tile, share, larger):
-    """The program whose share holds a tile: the inverse of share_begin."""
-    in_larger = larger * (share + 1)
-    return tl.where(tile < in_larger, tile // (share + 1), larger + (tile - in_larger) // tl.maximum(share, 1))
+def owner(tile, total, sharers):
+    """The program whose share holds a tile: the last one with share_begin <= tile."""
+    return (((tile.to(tl.int64) + 1) * sharers - 1) // total).to(tl.int32)
 
 
 @triton.jit
@@ -164,19 +163,15 @@ def decode_kernel(
     line_end = tl.cumsum(all_tiles, 0) * NUM_KV_HEADS
     total = tl.sum(all_tiles, 0) * NUM_KV_HEADS
 
-    # Shares: total // sharers tiles each, and one more for the first `larger` programs. When whole pairs fit nearly as
-    # well (sequences of equal length), every share is a number of whole pairs instead, and none is cut.
+    # Equal shares for as many programs as get min_tiles each. When whole pairs fit about as well (sequences of equal
+    # length), as many programs as take the same number of whole pairs, so that none is cut.
     sharers = tl.maximum(tl.minimum(num_programs, total // min_tiles), 1)
-    share = total // sharers
-    larger = total - share * sharers
     pairs = tl.sum((all_tiles > 0).to(tl.int32), 0) * NUM_KV_HEADS
-    whole_pairs = (pairs + sharers - 1) // sharers * tl.max(all_tiles, 0)
-    if whole_pairs * 16 <= share * 17:
-        share = whole_pairs
-        larger = 0
-
-    tile = share_begin(program, share, larger)
-    last_tile = tl.minimum(share_begin(program + 1, share, larger), total)
+    pairs_each = tl.maximum((pairs + sharers - 1) // sharers, 1)
+    if (pairs % pairs_each == 0) & (pairs_each * tl.max(all_tiles, 0) * 16 <= (total // sharers) * 17):
+        sharers = tl.maximum(pairs // pairs_each, 1)
+    tile = share_begin(program, total, sharers)
+    last_tile = tl.where(program < sharers, share_begin(program + 1, total, sharers), tile)
     while tile < last_tile:
         # The pair (sequence, head) that `tile` belongs to, and its tiles [pair_begin, pair_end).
         seq = tl.sum((line_end <= tile).to(tl.int32), 0)
@@ -218,8 +213,8 @@ def decode_kernel(
             tl.store(partial_acc + slot[:, None] * DV + d[None, :], acc, mask=row_ok[:, None])
             tl.store(partial_m + slot, m, mask=row_ok)
             tl.store(partial_l + slot, l, mask=row_ok)
-            first_program = owner(pair_begin, share, larger)
-            last_program = owner(pair_end - 1, share, larger)
+            first_program = owner(pair_begin, total, sharers)
+            last_program = owner(pair_end - 1, total, sharers)
             tl.debug_barrier()  # all threads have stored before one of them announces it
             arrived = tl.atomic_add(arrivals + first_program, 1, sem="acq_rel")
             if arrived == last_program - first_program:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 class DecodeTile:
     """block_m: query rows of a tile. block_n: keys of a tile.
 
-    programs_per_sm: the launch has this many programs a multiprocessor, each with an equal share of all tiles.
+    programs_per_sm: programs that run side by side on a multiprocessor (see decode_programs).
     min_tokens: no share is smaller than this many keys, so that short work is not cut into crumbs.
     max_registers: cap on registers a thread, so that more programs share a multiprocessor; None lets ptxas choose.
     """
@@ -54,12 +54,13 @@ DECODE = {
     ],
     90: [
         (ANY, 64, ANY, DecodeTile(16, 32, 1, 5, 6, 256)),
-        (1, 128, 8, DecodeTile(16, 64, 4, 5, 2, 256)),
-        (1, 128, ANY, DecodeTile(16, 64, 2, 5, 32, 256)),
+        (1, 128, 2, DecodeTile(16, 64, 4, 5, 2, 256)),
+        (1, 128, ANY, DecodeTile(16, 32, 4, 5, 4, 256, 128)),
         (16, 128, 2, DecodeTile(16, 64, 2, 5, 2, 128)),
         (16, 128, ANY, DecodeTile(16, 64, 2, 3, 4, 256)),
         (ANY, 128, ANY, DecodeTile(32, 64, 4, 5, 2, 256)),
-        (ANY, 256, ANY, DecodeTile(16, 32, 4, 3, 4, 256)),
+        (ANY, 192, ANY, DecodeTile(16, 32, 2, 3, 6, 256)),
+        (ANY, 256, ANY, DecodeTile(16, 64, 4, 3, 2, 256)),
     ],
 }
 DECODE[100] = DECODE[90]
@@ -68,7 +69,7 @@ DECODE[100] = DECODE[90]
 PREFILL = {
     80: [(64, PrefillTile(128, 64, 4, 3)), (128, PrefillTile(128, 64, 8, 2)), (256, PrefillTile(64, 32, 4, 2))],
     89: [(64, PrefillTile(128, 64, 4, 2)), (128, PrefillTile(128, 32, 8, 2)), (256, PrefillTile(64, 32, 4, 1))],
-    90: [(64, PrefillTile(128, 64, 8, 3, 128)), (128, PrefillTile(128, 64, 8, 3, 128)), (256, PrefillTile(64, 64, 4, 2))],
+    90: [(64, PrefillTile(128, 128, 8, 3, 128)), (128, PrefillTile(128, 64, 8, 3, 128)), (256, PrefillTile(128, 64, 8, 2))],
 }
 PREFILL[100] = PREFILL[90]
 
@@ -82,27 +83,40 @@ def generation(capability: int) -> int:
 
 
 def decode_tile(
-    capability: int, group: int, padded_head_dim: int, pairs_per_sm: float = 0, element_size: int = 2
+    capability: int, group: int, head_dim: int, pairs_per_sm: float = 0, element_size: int = 2
 ) -> DecodeTile:
     """Tile of the decode kernel; group = query heads a KV head. 4-byte KV halves block_n to keep the shared memory."""
-    _check_head_dim(padded_head_dim)
+    _check_head_dim(head_dim)
     for most_group, most_dim, most_pairs, tile in DECODE[generation(capability)]:
-        if group <= most_group and padded_head_dim <= most_dim and pairs_per_sm <= most_pairs:
+        if group <= most_group and head_dim <= most_dim and pairs_per_sm <= most_pairs:
             break
     block_m = max(tile.block_m, 1 << (group - 1).bit_length())
     return replace(tile, block_m=block_m, block_n=max(16, tile.block_n * 2 // max(2, element_size)))
 
 
-def prefill_tile(capability: int, group: int, padded_head_dim: int, element_size: int = 2) -> PrefillTile:
+def decode_programs(pairs: int, resident: int) -> int:
+    """Programs of a decode launch over `pairs` (sequence, KV head) pairs, when `resident` programs run at a time.
+
+    Few pairs: every program runs at once, and their number is a multiple of the pairs where that costs little, so
+    that sequences of equal length are cut alike. Very many pairs: one program a pair, which the GPU hands out as
+    others end. In between that would leave most of the GPU idle during a last, partial wave: equal shares again.
+    """
+    if pairs >= 3 * resident:
+        return pairs
+    whole = resident // pairs * pairs
+    return whole if whole * 10 >= resident * 9 else resident
+
+
+def prefill_tile(capability: int, group: int, head_dim: int, element_size: int = 2) -> PrefillTile:
     """Tile of the prefill kernel, with at least one token's group of query heads in block_m."""
-    _check_head_dim(padded_head_dim)
+    _check_head_dim(head_dim)
     packed = 1 << (group - 1).bit_length()
     if element_size > 2:  # float32 is for tests: small tiles, no tensor cores
         return PrefillTile(max(32, packed), 32, 4, 1)
-    tile = next(tile for most_dim, tile in PREFILL[generation(capability)] if padded_head_dim <= most_dim)
+    tile = next(tile for most_dim, tile in PREFILL[generation(capability)] if head_dim <= most_dim)
     return replace(tile, block_m=max(tile.block_m, packed))
 
 
-def _check_head_dim(padded_head_dim: int) -> None:
-    if padded_head_dim > 256:
-        raise ValueError(f"head sizes up to 256 are supported, got {padded_head_dim} (padded to a power of two)")
+def _check_head_dim(head_dim: int) -> None:
+    if head_dim > 256:
+        raise ValueError(f"head sizes up to 256 are supported, got {head_dim}")
