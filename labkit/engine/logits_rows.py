@@ -40,9 +40,9 @@ class LogitsRows:
                     wanted.rows.extend(range(start, start + count))
             if entry.num_samples:
                 position = entry.num_computed_tokens + entry.num_scheduled_tokens
-                for sample in range(entry.num_samples):
+                for sample_index in range(request.sample_index, request.sample_index + entry.num_samples):
                     wanted.sample_rows.append(len(wanted.rows))
-                    wanted.samples.append(SamplingRow(request, request.sample_index + sample, position))
+                    wanted.samples.append(SamplingRow(request, sample_index, position))
                 wanted.rows.append(end - 1)
             start = end
         return wanted

@@ -88,22 +88,17 @@ def serve_with_labkit(model: PreTrainedModel, requests: Sequence[ServeRequest], 
     with LLM(model, **({"max_model_len": longest, "enable_prefix_caching": False} | llm_options)) as llm:
         llm.generate([[1] * min(600, longest - 4)] * 4, _forced(4), use_tqdm=False)  # compiles what prefill needs
         llm.reset_stats()
-        return run_timed(llm, requests)
+        return run_requests(llm, requests)
 
 
-def run_timed(llm: LLM, requests: Sequence[ServeRequest]) -> dict[str, Any]:
-    """Feed requests as their time comes and step until all have ended; the figures of a :class:`ServeRow`."""
-    upcoming = sorted(enumerate(requests), key=lambda pair: pair[1].arrival_time)[::-1]
+def run_requests(llm: LLM, requests: Sequence[ServeRequest]) -> dict[str, Any]:
+    """Serve requests to the end, each from the moment that it arrives; the figures of a :class:`ServeRow`."""
     start = time.perf_counter()
-    while upcoming or llm.has_unfinished():
-        now = time.perf_counter() - start
-        while upcoming and upcoming[-1][1].arrival_time <= now:
-            number, request = upcoming.pop()
-            llm.add_request(f"request-{number}", request.prompt_token_ids, _forced(request.num_output_tokens))
-        if llm.has_unfinished():
-            llm.step()
-        elif upcoming:
-            time.sleep(max(0.0, upcoming[-1][1].arrival_time - now))
+    if any(request.arrival_time > 0 for request in requests):
+        _feed_in_time(llm, requests, start)
+    else:
+        params = [_forced(request.num_output_tokens) for request in requests]
+        llm.generate([request.prompt_token_ids for request in requests], params, use_tqdm=False)
     seconds = time.perf_counter() - start
     stats = llm.stats
     return {
@@ -115,6 +110,20 @@ def run_timed(llm: LLM, requests: Sequence[ServeRequest]) -> dict[str, Any]:
         "peak_kv_cache_usage": stats.peak_kv_cache_usage,
         "num_preemptions": stats.num_preemptions,
     }
+
+
+def _feed_in_time(llm: LLM, requests: Sequence[ServeRequest], start: float) -> None:
+    """Add requests as their time comes, in seconds after ``start``, and step until all have ended."""
+    upcoming = sorted(enumerate(requests), key=lambda pair: pair[1].arrival_time)[::-1]
+    while upcoming or llm.has_unfinished():
+        now = time.perf_counter() - start
+        while upcoming and upcoming[-1][1].arrival_time <= now:
+            number, request = upcoming.pop()
+            llm.add_request(f"request-{number}", request.prompt_token_ids, _forced(request.num_output_tokens))
+        if llm.has_unfinished():
+            llm.step()
+        elif upcoming:
+            time.sleep(max(0.0, upcoming[-1][1].arrival_time - now))
 
 
 def serve_with_generate(

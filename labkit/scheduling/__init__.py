@@ -5,9 +5,10 @@ Exports :class:`Request` and :class:`SamplingParams`; the :class:`Scheduler` tha
 :class:`StepPlan`, and take back, :class:`StepResult`.
 """
 
+from .config import SchedulerConfig
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler, SchedulerConfig
+from .scheduler import Scheduler
 from .static_scheduler import StaticScheduler
 from .step import ScheduledRequest, StepPlan, StepResult
 

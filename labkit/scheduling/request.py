@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
 from enum import Enum
@@ -31,6 +32,9 @@ class Request:
     Attributes:
         token_ids: prompt tokens, then generated ones.
         num_computed_tokens: how many of them have K and V in the cache, or will have after the steps under way.
+        num_sequences: sequences that this one stands for: n until it gets its first token and forks, then 1.
+        max_num_tokens: the length at which it ends, set by the scheduler that takes it.
+        block_table: the allocator's own list while it runs.
         num_pending_tokens: new tokens that steps under way will bring.
         cache_salt: prefix-cache entries are shared only between equal salts.
         arrival_time: seconds on the executor's clock; None becomes the moment when the engine takes it.
@@ -41,14 +45,17 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "block_table",
         "cache_salt",
         "finish_reason",
         "logprobs",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_sequences",
         "parent_id",
         "priority",
         "prompt_logprobs",
@@ -89,6 +96,9 @@ class Request:
         self.queue_key: tuple[int, int, int] = (priority, 0, 0)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
+        self.num_sequences = sampling_params.n
+        self.max_num_tokens = self.max_total_tokens(sys.maxsize)
+        self.block_table: Sequence[int] = ()
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.finish_reason: str | None = None
@@ -116,39 +126,31 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that this one stands for: n until its prompt is computed and it forks, then 1."""
-        forks_later = self.parent_id is None and self.num_output_tokens == 0
-        return self.sampling_params.n if forks_later else 1
-
     def fork(self, sample_index: int) -> Request:
         """A sequence that goes on from the same tokens, as sample ``sample_index`` of this request."""
         child = copy(self)
         child.request_id = forked_id(self.request_id, sample_index)
         child.parent_id, child.sample_index = self.request_id, sample_index
+        child.num_sequences = 1
         child.token_ids = list(self.token_ids)
         child.queue_key = (*self.queue_key[:2], sample_index)
         child.logprobs, child.prompt_logprobs = list(self.logprobs), list(self.prompt_logprobs)
         return child
 
-    def num_runnable_tokens(self, max_model_len: int) -> int:
+    def num_runnable_tokens(self) -> int:
         """Tokens that could be computed now: all that are not yet, and the next one even before it is known.
 
         The executor has a pending token on its device, so a sequence can run one step ahead of what the host has
         seen. It waits instead if the pending token will be its last for certain, if it is about to fork, or if its
         sampling looks back at its own tokens.
         """
-        if self.num_pending_tokens:
-            params = self.sampling_params
-            known_after = len(self.token_ids) + self.num_pending_tokens
-            if (
-                self.num_pending_tokens > 1
-                or params.repetition_penalty != 1
-                or known_after >= self.max_total_tokens(max_model_len)
-            ):
-                return 0
-        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+        pending = self.num_pending_tokens
+        num_tokens = len(self.token_ids) + pending
+        if pending and (
+            pending > 1 or num_tokens >= self.max_num_tokens or self.sampling_params.repetition_penalty != 1
+        ):
+            return 0
+        return num_tokens - self.num_computed_tokens
 
     def max_total_tokens(self, max_model_len: int) -> int:
         """The longest this request can become."""

@@ -109,5 +109,10 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the likeliest token is taken, of those that are allowed."""
         return self.temperature == 0
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether the token is the argmax of the model's logits as they are, and nothing else is asked of them."""
+        return self.temperature == 0 and self.repetition_penalty == 1 and not self.min_tokens and self.logprobs is None

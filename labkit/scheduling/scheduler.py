@@ -5,45 +5,16 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from labkit.memory import KVAllocator
 from labkit.observe import RequestFinished, RequestPreempted
 
+from .config import SchedulerConfig
 from .request import Request, RequestStatus, forked_id
 from .step import ScheduledRequest, StepPlan, StepResult
 
 MAX_PREEMPTIONS = 3
 """After this many, a request waits until all that run, and it, can reach their full length."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of a step.
-
-    Attributes:
-        max_num_seqs: most requests that run at once.
-        max_num_batched_tokens: token budget of a step; at least ``max_num_seqs``, so that all can decode.
-        max_model_len: longest sequence, prompt and output.
-        watermark: share of the pool that an admission leaves free, so that those who run can grow.
-    """
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    max_model_len: int = 4096
-    watermark: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens must be >= max_num_seqs ({self.max_num_seqs}), "
-                f"got {self.max_num_batched_tokens}"
-            )
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
 
 
 class Scheduler:
@@ -113,6 +84,7 @@ class Scheduler:
         self.validate(request)
         self._num_added += 1
         request.queue_key = (request.priority, self._num_added, 0)
+        request.max_num_tokens = request.max_total_tokens(self.config.max_model_len)
         self._families[request.request_id] = [request]
         insort(self.waiting, request, key=_queue_key)
 
@@ -139,7 +111,7 @@ class Scheduler:
 
         May be called again before the result is in (see :meth:`Request.num_runnable_tokens`).
         """
-        budget, limit = self.config.max_num_batched_tokens, self.config.max_model_len
+        budget = self.config.max_num_batched_tokens
         scheduled: list[ScheduledRequest] = []
         copies: list[tuple[int, int]] = []
         num_preemptions = 0
@@ -147,7 +119,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            num_tokens = min(request.num_runnable_tokens(limit), budget)
+            num_tokens = min(request.num_runnable_tokens(), budget)
             if num_tokens == 0:
                 index += 1
                 continue
@@ -191,18 +163,12 @@ class Scheduler:
                 self.finish(request, "error", str(result.failed[request_id]))
                 changed.append(request)
                 continue
-            num_computed_tokens = entry.num_computed_tokens + entry.num_scheduled_tokens
-            self.kv.commit(request_id, request.token_ids, num_computed_tokens)
-            request.prompt_logprobs.extend(result.prompt_logprobs.get(request_id, ()))
+            self.kv.commit(request_id, request.token_ids, entry.num_computed_tokens + entry.num_scheduled_tokens)
+            if request_id in result.prompt_logprobs:
+                request.prompt_logprobs.extend(result.prompt_logprobs[request_id])
             if entry.num_samples:
                 request.num_pending_tokens -= entry.num_samples
-                tokens, logprobs = result.token_ids[request_id], result.logprobs.get(request_id, ())
-                siblings = [request, *self._fork(request, entry.num_samples - 1)]
-                for sample, sibling in enumerate(siblings):
-                    if logprobs:
-                        sibling.logprobs.append(logprobs[sample])
-                    self._append(sibling, tokens[sample])
-                changed += siblings
+                changed += self._take_samples(request, result)
         return changed
 
     # ------------------------------------------------------------------ inside
@@ -213,7 +179,7 @@ class Scheduler:
         reaches_end = request.num_computed_tokens == len(request.token_ids) + request.num_pending_tokens
         num_samples = request.num_sequences if reaches_end else 0
         request.num_pending_tokens += num_samples
-        return ScheduledRequest(request, first, num_tokens, self.kv.block_table(request.request_id), num_samples)
+        return ScheduledRequest(request, first, num_tokens, request.block_table, num_samples)
 
     def _admissions(self) -> Iterator[Request]:
         """Waiting requests that may run now, each taken off the queue as it is given out."""
@@ -233,13 +199,14 @@ class Scheduler:
             if not self.kv.admit(
                 request.request_id,
                 request.num_tokens,
-                max_total_tokens=request.max_total_tokens(self.config.max_model_len),
+                max_total_tokens=request.max_num_tokens,
                 prefix=prefix,
                 salt=request.cache_salt,
                 keep_free=keep_free,
             ):
                 return
             self.waiting.pop(0)
+            request.block_table = self.kv.block_table(request.request_id)
             request.num_computed_tokens = len(prefix) * self.kv.block_size
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
@@ -249,11 +216,9 @@ class Scheduler:
 
     def _all_can_end_with(self, request: Request) -> bool:
         """Whether there are blocks for the full length of all that run, and of ``request`` besides."""
-        limit = self.config.max_model_len
-        needed = self.kv.blocks_for(request.max_total_tokens(limit))
+        needed = self.kv.blocks_for(request.max_num_tokens)
         for other in self.running:
-            held = len(self.kv.block_table(other.request_id))
-            needed += self.kv.blocks_for(other.max_total_tokens(limit)) - held
+            needed += self.kv.blocks_for(other.max_num_tokens) - len(other.block_table)
         return needed <= self.kv.num_free_blocks
 
     def _preempt(self, request: Request) -> None:
@@ -268,12 +233,23 @@ class Scheduler:
         self._ended_ids.append(request.request_id)
         self._record(RequestPreempted(request.request_id))
 
+    def _take_samples(self, request: Request, result: StepResult) -> list[Request]:
+        """Append a request's new tokens, forking it first if there are several; the sequences that got one."""
+        tokens, logprobs = result.token_ids[request.request_id], result.logprobs.get(request.request_id)
+        siblings = [request, *self._fork(request, len(tokens) - 1)] if len(tokens) > 1 else [request]
+        for sample, sibling in enumerate(siblings):
+            if logprobs is not None:
+                sibling.logprobs.append(logprobs[sample])
+            self._append(sibling, tokens[sample])
+        return siblings
+
     def _fork(self, parent: Request, count: int) -> list[Request]:
         """The other sequences of a request with n > 1: the same prompt, the same blocks until they write."""
         children = []
         for sample_index in range(1, count + 1):
             child = parent.fork(sample_index)
             self.kv.fork(parent.request_id, child.request_id)
+            child.block_table = self.kv.block_table(child.request_id)
             self._families[parent.request_id].append(child)
             insort(self.running, child, key=_queue_key)
             children.append(child)
@@ -281,12 +257,11 @@ class Scheduler:
 
     def _append(self, request: Request, token_id: int) -> None:
         request.token_ids.append(token_id)
-        params = request.sampling_params
-        num_output = request.num_output_tokens
-        if token_id in request.stop_token_ids and num_output >= params.min_tokens:
-            is_eos = token_id not in (params.stop_token_ids or ())
+        request.num_sequences = 1
+        if token_id in request.stop_token_ids and request.num_output_tokens >= request.sampling_params.min_tokens:
+            is_eos = token_id not in (request.sampling_params.stop_token_ids or ())
             self.finish(request, "stop", None if is_eos else token_id)
-        elif num_output == params.max_tokens or request.num_tokens >= self.config.max_model_len:
+        elif len(request.token_ids) >= request.max_num_tokens:
             self.finish(request, "length")
 
     def _give_back(self, request: Request) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from labkit.memory import KVAllocator
 
+from .config import SchedulerConfig
 from .request import Request
-from .scheduler import Scheduler, SchedulerConfig
+from .scheduler import Scheduler
 
 
 class StaticScheduler(Scheduler):
