@@ -169,7 +169,7 @@ class View {
     this.stopped = new AbortController();
 
     this.root = element("div", "labkit-blocks");
-    this.root.dataset.lmSuppressShortcuts = "true"; // else JupyterLab takes the arrow keys
+    this.root.dataset.lmSuppressShortcuts = "true"; // else JupyterLab takes the keys for its shortcuts ...
     this.bar = element("div", "labkit-bar", { ariaHidden: "true" });
     this.bar.append(...["live", "fragmented", "cached", "free"].map((kind) => element("span", `labkit-${kind}`)));
     this.summary = element("div", "labkit-summary");
@@ -183,6 +183,7 @@ class View {
     el.append(this.root);
 
     const { signal } = this.stopped;
+    this.root.addEventListener("keydown", (event) => event.stopPropagation(), { signal }); // ... or its notebook does
     this.canvas.addEventListener("pointermove", (event) => this.pointAt(this.blockUnder(event)), { signal });
     this.canvas.addEventListener("pointerleave", () => this.pointAt(-1), { signal });
     this.canvas.addEventListener("blur", () => this.pointAt(-1), { signal });
