@@ -54,7 +54,8 @@ def memory_split(parts: Mapping[str, int], *, title: str = "What memory went whe
     figure = go.Figure(traces)
     figure.update_xaxes(title="GiB", range=[0, total / GIB])
     styled(figure, title=title, height=210)
-    return figure.update_layout(barmode="stack", hovermode="closest", margin_l=10, legend_y=-0.75)
+    legend = dict(x=0, xanchor="left", y=-0.75, yanchor="top")  # below: there are many parts, with their sizes
+    return figure.update_layout(barmode="stack", hovermode="closest", margin_l=10, legend=legend)
 
 
 def memory_timeline(table: pd.DataFrame, *, title: str = "Memory over time") -> go.Figure:

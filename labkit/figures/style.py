@@ -24,7 +24,7 @@ def styled(figure: go.Figure, *, title: str, height: int = 320) -> go.Figure:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font=dict(color=TEXT, family="system-ui, sans-serif"),
-        legend=dict(orientation="h", y=-0.2, traceorder="normal"),
+        legend=dict(orientation="h", x=1, xanchor="right", y=1, yanchor="bottom", traceorder="normal"),
         hovermode="x unified",
     )
     figure.update_xaxes(gridcolor=GRID, zerolinecolor=GRID, linecolor=TEXT, ticks="outside")

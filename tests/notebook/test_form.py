@@ -41,3 +41,11 @@ def test_no_installs_or_shell_downloads(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     assert not re.search(r"^\s*[!%]\s*(pip|conda|uv|wget|curl|git|apt)", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_links_into_the_repository_lead_somewhere(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    targets = [target for target in re.findall(r"\]\(([^)#\s]+)", text) if not re.match(r"https?:", target)]
+    assert [target for target in targets if not (path.parent / target).exists()] == []
