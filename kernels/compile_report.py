@@ -86,9 +86,7 @@ def compile_call(call: KernelCall, capability: int) -> dict[str, Any]:
         else:
             signature[name] = "fp32"
     source = ASTSource(fn=call.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options=call.options()
-    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=call.options())
     sass_report = resource_usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return sass_report | {
@@ -104,7 +102,9 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump gave no resource usage: {text[:200]}")

@@ -61,7 +61,8 @@ def attend(
     q_rows, row_ok, k, v, table_row, begin, end, visible_from, row_pos, window, inner_scale, score_scale,
     k_block, k_slot, v_block, v_slot, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, MULTI_QUERY: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, MULTI_QUERY: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(acc, m, l) of BLOCK_M query rows over keys [begin, end)."""
     dk = tl.arange(0, DK)

@@ -83,7 +83,7 @@ class PagePool:
 
 
 def random_tables(kv: KVPages, seq_lens: list[int], most: int = 16) -> list[torch.Tensor]:
-    """Up to `most` block tables [num_seqs, max_blocks] that share no block, so that no call finds the last one's in L2."""
+    """Up to `most` block tables [num_seqs, max_blocks] without a common block: no call finds the last one's in L2."""
     counts = [-(-n // kv.block_size) for n in seq_lens]
     num_blocks = kv.k.shape[0]
     num_tables = max(1, min(most, num_blocks // sum(counts)))

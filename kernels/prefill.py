@@ -1,14 +1,16 @@
-"""Prefill: many new tokens a sequence, each over the context up to itself. The time is the time of two matrix products.
+"""Prefill: many new tokens a sequence, each over the context up to itself. The time is that of two matrix products.
 
     keys ─►            0 ............ context ............ | .. this step's tokens ..
-    query tile t     [ full | full | full | full | full | full | full | ◣ |           ]    BLOCK_M rows =
-    query tile t + 1 [ full | full | full | full | full | full | full | full | ◣ |    ]    BLOCK_M / GROUP tokens x GROUP heads
+    query tile t     [ full | full | full | full | full | full | full | ◣ |           ]
+    query tile t + 1 [ full | full | full | full | full | full | full | full | ◣ |    ]
+
+    a query tile     BLOCK_M rows = BLOCK_M / GROUP tokens x GROUP query heads of one KV head
 
 Tiles left of the diagonal need no mask: a first loop runs over them without one, a second one runs over the rest. With
 GQA packing the tile of BLOCK_M rows covers few tokens, so little lies on the diagonal.
 
-The grid is an upper bound known on the host, num_tokens // BLOCK_Q + num_seqs tiles of BLOCK_Q tokens. Each program finds its
-sequence among all of them and leaves when it is past the end. Programs start in order, so the line of tiles is served
+The grid is an upper bound known on the host, num_tokens // BLOCK_Q + num_seqs tiles of BLOCK_Q tokens. Each program
+finds its sequence among all of them and leaves when it is past the end. Programs start in order, so the line of tiles is served
 from its end: the last tile of a sequence sees the most keys, and the short ones fill the gaps when the work runs out.
 """
 
@@ -25,7 +27,8 @@ def attend(
     acc, m, l, q_tile, k, v, table_row, begin, end, seq_len, visible_from, row_pos, window, inner_scale, score_scale,
     k_block, k_slot, v_block, v_slot, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add keys [begin, end) to (acc, m, l); without MASKED every row sees every one of them."""
     dk = tl.arange(0, DK)

@@ -1,11 +1,11 @@
-"""The decode kernel, built in five steps; each runs, and each is faster than the one before for a reason one can name.
+"""The decode kernel, built in five steps: each runs, and each cures what held back the one before.
 
     from labkit.kernels import steps
     for step in steps.STEPS: step(q, kv, block_table, seq_lens, scale)
 
 1 gather           copy the pages together, then attend over the copy: K and V cross the memory bus three times
-2 online_softmax   read the pages where they are, one program a query head: once, but K and V again for each head of a group
-3 gqa_packing      one program a KV head serves all its query heads: each byte once, but a batch of 8 leaves the GPU idle
+2 online_softmax   read the pages where they are, one program a query head: no copy, but once for each head of a group
+3 gqa_packing      one program a KV head serves all its query heads: each byte once, but a small batch leaves SMs idle
 4 split_kv         cut every sequence into chunks, combine at the end: enough programs, one launch more
 5 shipped          `paged_attention`: equal shares instead of chunks, no second launch, every length and mask
 
@@ -121,7 +121,9 @@ def packed_kernel(
     tl.store(partial_lse + part * rows + row, m + tl.log2(l), mask=row_ok)
 
 
-def _packed(q, kv: KVPages, block_table, seq_lens, scale: float, chunk: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(
+    q, kv: KVPages, block_table, seq_lens, scale: float, chunk: int, dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     group = q.shape[1] // kv.num_kv_heads
     longest = block_table.shape[1] * kv.block_size
     chunks = triton.cdiv(longest, chunk)

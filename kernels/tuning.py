@@ -39,8 +39,8 @@ class PrefillTile:
 
 ANY = 1 << 30
 
-# 16-bit KV. Rows (query heads a KV head <=, head size <=, (sequence, KV head) pairs a multiprocessor <=, tile); the first
-# row that fits is taken. Few pairs must be split over many programs, many pairs keep them busy as they are.
+# 16-bit KV. Rows (query heads a KV head <=, head size <=, (sequence, KV head) pairs a multiprocessor <=, tile); the
+# first row that fits is taken. Few pairs must be split over many programs, many pairs keep them busy as they are.
 DECODE = {
     80: [
         (ANY, 64, ANY, DecodeTile(16, 64, 4, 3, 4, 256)),
@@ -69,7 +69,11 @@ DECODE[100] = DECODE[90]
 PREFILL = {
     80: [(64, PrefillTile(128, 64, 4, 3)), (128, PrefillTile(128, 64, 8, 2)), (256, PrefillTile(64, 32, 4, 2))],
     89: [(64, PrefillTile(128, 64, 4, 2)), (128, PrefillTile(128, 32, 8, 2)), (256, PrefillTile(64, 32, 4, 1))],
-    90: [(64, PrefillTile(128, 128, 8, 3, 128)), (128, PrefillTile(128, 64, 8, 3, 128)), (256, PrefillTile(128, 64, 8, 2))],
+    90: [
+        (64, PrefillTile(128, 128, 8, 3, 128)),
+        (128, PrefillTile(128, 64, 8, 3, 128)),
+        (256, PrefillTile(128, 64, 8, 2)),
+    ],
 }
 PREFILL[100] = PREFILL[90]
 
@@ -87,9 +91,11 @@ def decode_tile(
 ) -> DecodeTile:
     """Tile of the decode kernel; group = query heads a KV head. 4-byte KV halves block_n to keep the shared memory."""
     _check_head_dim(head_dim)
-    for most_group, most_dim, most_pairs, tile in DECODE[generation(capability)]:
-        if group <= most_group and head_dim <= most_dim and pairs_per_sm <= most_pairs:
-            break
+    tile = next(
+        tile
+        for most_group, most_dim, most_pairs, tile in DECODE[generation(capability)]
+        if group <= most_group and head_dim <= most_dim and pairs_per_sm <= most_pairs
+    )
     block_m = max(tile.block_m, 1 << (group - 1).bit_length())
     return replace(tile, block_m=block_m, block_n=max(16, tile.block_n * 2 // max(2, element_size)))
 

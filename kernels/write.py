@@ -19,8 +19,10 @@ def write_kv_kernel(
 ):  # fmt: skip
     """Program (i, j) writes TOKENS tokens x HEADS heads, one row of head_dim numbers each.
 
+    block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
+
     k_new, token t   |head 0|head 1|head 2| ...
-                         |      |      └────► block, head 2, offset    block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
+                         |      |      └────► block, head 2, offset
                          |      └───────────► block, head 1, offset
                          └──────────────────► block, head 0, offset
     """
