@@ -65,7 +65,7 @@ def memory_timeline(table: pd.DataFrame, *, title: str = "Memory over time") -> 
     """
     if table.empty:
         raise ValueError("table must hold at least one snapshot, got none")
-    parts = [name for name in table.columns if name not in ("time", "total", "free") and table[name].any()]
+    parts = [name for name in table.columns if name not in ("time", "total", "free") and max(table[name]) > 0]
     traces = [
         go.Scatter(
             x=table["time"],
