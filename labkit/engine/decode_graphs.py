@@ -54,16 +54,19 @@ class DecodeGraphs:
         self._numbers = torch.from_numpy(np.repeat(_PADDING, max_num_seqs, axis=1)).to(device)
         self._block_table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        # Two sets of pinned staging memory, since the copies of the last step may still be under way.
-        self._staged = [
+        # The rows as the host has them, and two sets of pinned memory to send them from, since the copies of the last
+        # step may still be under way.
+        self._rows: list[Request] = []
+        self._host_numbers = np.repeat(_PADDING, max_num_seqs, axis=1)
+        self._host_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._pinned = [
             (
                 torch.zeros(5, max_num_seqs, dtype=torch.int64, pin_memory=True),
                 torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, pin_memory=True),
             )
             for _ in range(2)
         ]
-        self._tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self._table_owner: list[tuple[Request, int] | None] = [None] * max_num_seqs
+        self._in_order = list(range(max_num_seqs))
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.num_bytes = 0
 
@@ -116,29 +119,48 @@ class DecodeGraphs:
         )
 
     def _stage(self, plan: StepPlan, carried: Sequence[int], size: int) -> None:
-        """Write the step's numbers and block tables to pinned memory and start their copies to the device."""
+        """Bring the rows up to date and start their copies to the device."""
         count = len(plan.requests)
-        self._staged.reverse()
-        pinned_numbers, pinned_tables = self._staged[0]
-        numbers = pinned_numbers.numpy()
-        if plan.copies or plan.ended_ids:  # tables may have changed in place, and rows have moved
-            self._table_owner = [None] * len(self._table_owner)
+        rows = [entry.request for entry in plan.requests]
+        # Mostly the same requests decode again, each one token further, with tokens that the device has in this order.
+        if rows == self._rows and carried == self._in_order[:count] and not plan.copies and not plan.ended_ids:
+            self._go_on(plan)
+        else:
+            self._lay_out(plan, carried)
+            self._rows = rows
+        numbers = self._host_numbers
+        numbers[:, count:size] = _PADDING
+        position = numbers[_POSITION, :count]
+        blocks = self._host_tables[np.arange(count), position // self._block_size].astype(np.int64)
+        numbers[_SLOT, :count] = blocks * self._block_size + position % self._block_size
+        numbers[_SEQ_LEN, :count] = position + 1
+
+        self._pinned.reverse()
+        pinned_numbers, pinned_tables = self._pinned[0]
+        pinned_numbers.numpy()[:] = numbers
+        pinned_tables.numpy()[:count] = self._host_tables[:count]
+        self._numbers.copy_(pinned_numbers, non_blocking=True)
+        self._block_table[:count].copy_(pinned_tables[:count], non_blocking=True)
+
+    def _lay_out(self, plan: StepPlan, carried: Sequence[int]) -> None:
+        """Write every row anew."""
+        count = len(plan.requests)
         tokens, positions = [0] * count, [0] * count
         for row, (request, position, _, block_table, _) in enumerate(plan.requests):
             if carried[row] < 0:
                 tokens[row] = request.token_ids[position]
             positions[row] = position
-            if self._table_owner[row] != (request, len(block_table)):
-                self._tables[row, : len(block_table)] = block_table
-                self._table_owner[row] = request, len(block_table)
-        numbers[:, count:size] = _PADDING
-        numbers[_TOKEN, :count] = tokens
-        numbers[_CARRIED, :count] = carried
-        numbers[_POSITION, :count] = positions
-        position = numbers[_POSITION, :count]
-        blocks = self._tables[np.arange(count), position // self._block_size].astype(np.int64)
-        numbers[_SLOT, :count] = blocks * self._block_size + position % self._block_size
-        numbers[_SEQ_LEN, :count] = position + 1
-        pinned_tables.numpy()[:count] = self._tables[:count]
-        self._numbers.copy_(pinned_numbers, non_blocking=True)
-        self._block_table[:count].copy_(pinned_tables[:count], non_blocking=True)
+            self._host_tables[row, : len(block_table)] = block_table
+        self._host_numbers[_TOKEN, :count] = tokens
+        self._host_numbers[_CARRIED, :count] = carried
+        self._host_numbers[_POSITION, :count] = positions
+
+    def _go_on(self, plan: StepPlan) -> None:
+        """Move every row one token on; those that begin a new block get the new end of their table."""
+        count = len(plan.requests)
+        self._host_numbers[_CARRIED, :count] = self._in_order[:count]
+        position = self._host_numbers[_POSITION, :count]
+        position += 1
+        for row in np.flatnonzero(position % self._block_size == 0):
+            block_table = plan.requests[row].block_table
+            self._host_tables[row, : len(block_table)] = block_table

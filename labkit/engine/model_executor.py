@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from labkit.scheduling import StepPlan, StepResult
+from labkit.scheduling import Request, StepPlan, StepResult
 
 from .backends import Backend
 from .decode_graphs import DecodeGraphs
@@ -26,14 +26,17 @@ from .upload import download, upload
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A submitted step: its tokens are on their way to the host; logits are kept where log-probabilities are due."""
+    """A submitted step: its tokens are on their way to the host; logits are kept where log-probabilities are due.
+
+    ``wanted`` is None for the plainest of steps: one token of each request, all of them the argmax.
+    """
 
     plan: StepPlan
-    wanted: LogitsRows
     tokens: torch.Tensor
     arrived: torch.cuda.Event | None
-    sample_logits: torch.Tensor | None
-    prompt_logits: torch.Tensor | None
+    wanted: LogitsRows | None = None
+    sample_logits: torch.Tensor | None = None
+    prompt_logits: torch.Tensor | None = None
 
 
 class ModelExecutor:
@@ -108,25 +111,40 @@ class ModelExecutor:
 
     def _submit(self, plan: StepPlan) -> None:
         self.storage.copy_blocks(plan.copies)
-        wanted = LogitsRows.of(plan)
         carried = self._carried(plan)
-        if self.graphs is not None and self.graphs.fits(plan) and not wanted.prompts:
+        if self.graphs is not None and self.graphs.fits(plan):
             logits = self.graphs.run(plan, carried)
+            if all(entry.num_samples == 1 and entry.request.takes_argmax for entry in plan.requests):
+                tokens = logits.argmax(-1)
+                self._keep_newest(tokens, [entry.request for entry in plan.requests])
+                self._under_way.append(_UnderWay(plan, *download(tokens)))
+                return
+            wanted = LogitsRows.of(plan)
+            if wanted.rows != list(range(len(logits))):
+                logits = logits[upload(wanted.rows, torch.int64, self.device)]
         else:
             batch = stage_inputs(plan, self.storage.block_size, self.device)
             self._fill_in(batch, carried)
+            wanted = LogitsRows.of(plan)
             logits = self._forward(batch, wanted.rows)
+        self._under_way.append(self._sampled(plan, wanted, logits))
+
+    def _sampled(self, plan: StepPlan, wanted: LogitsRows, logits: torch.Tensor) -> _UnderWay:
+        """Draw the step's tokens and start their way to the host."""
         prompt_logits = logits if wanted.prompts else None
         if wanted.sample_rows != list(range(len(logits))):
             logits = logits[upload(wanted.sample_rows, torch.int64, self.device)]
-        keeps = any(row.request.sampling_params.logprobs is not None for row in wanted.samples)
-        sample_logits = logits.float() if keeps else None  # a copy or fresh: sampling and replays overwrite logits
-        if sample_logits is logits:
-            sample_logits = logits.clone()
+        sample_logits = None
+        if any(row.request.sampling_params.logprobs is not None for row in wanted.samples):
+            sample_logits = logits.to(torch.float32, copy=True)  # sampling changes logits, and replays overwrite them
         tokens = sample(logits, wanted.samples)
+        self._keep_newest(tokens, [row.request for row in wanted.samples])
+        return _UnderWay(plan, *download(tokens), wanted, sample_logits, prompt_logits)
+
+    def _keep_newest(self, tokens: torch.Tensor, requests: Sequence[Request]) -> None:
+        """Leave the sampled tokens where the next step finds them."""
         self._newest_tokens[: len(tokens)] = tokens
-        self._newest_index = {row.request.request_id: i for i, row in enumerate(wanted.samples)}
-        self._under_way.append(_UnderWay(plan, wanted, *download(tokens), sample_logits, prompt_logits))
+        self._newest_index = {request.request_id: i for i, request in enumerate(requests)}
 
     def _carried(self, plan: StepPlan) -> list[int]:
         """For each request: where on the device its input token lies, or -1 if the host knows it."""
@@ -163,6 +181,9 @@ class ModelExecutor:
 def _result(step: _UnderWay) -> StepResult:
     """A step's result on the host."""
     tokens, wanted = step.tokens.tolist(), step.wanted
+    if wanted is None:
+        requests = [entry.request.request_id for entry in step.plan.requests]
+        return StepResult({request_id: (token,) for request_id, token in zip(requests, tokens, strict=True)})
     prompt_logprobs = {}
     if step.prompt_logits is not None:
         for entry, first, count in wanted.prompts:

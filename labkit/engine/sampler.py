@@ -30,7 +30,7 @@ class SamplingRow(NamedTuple):
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Choose a token a row. logits: float32 [num_rows, vocab_size], changed in place; returns int64 [num_rows]."""
-    if all(row.request.sampling_params.takes_argmax for row in rows):
+    if all(row.request.takes_argmax for row in rows):
         return logits.argmax(-1)
     _penalise_repetition(logits, rows)
     _forbid_early_stops(logits, rows)

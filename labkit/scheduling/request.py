@@ -40,6 +40,7 @@ class Request:
         arrival_time: seconds on the executor's clock; None becomes the moment when the engine takes it.
         priority: smaller runs first.
         queue_key: (priority, arrival number, sample_index): the order in which requests are served.
+        takes_argmax: its next token is the argmax of the logits, and nothing else is asked of them.
         parent_id, sample_index: set for the sequences forked from a request with n > 1.
     """
 
@@ -67,6 +68,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "takes_argmax",
         "token_ids",
     )
 
@@ -88,6 +90,7 @@ class Request:
         self.sampling_params = sampling_params
         eos = () if sampling_params.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset((*eos, *(sampling_params.stop_token_ids or ())))
+        self.takes_argmax = sampling_params.takes_argmax
         self.arrival_time = arrival_time
         self.priority = priority
         self.cache_salt = cache_salt

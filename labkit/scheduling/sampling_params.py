@@ -115,4 +115,5 @@ class SamplingParams:
     @property
     def takes_argmax(self) -> bool:
         """Whether the token is the argmax of the model's logits as they are, and nothing else is asked of them."""
-        return self.temperature == 0 and self.repetition_penalty == 1 and not self.min_tokens and self.logprobs is None
+        wants_logprobs = self.logprobs is not None or self.prompt_logprobs is not None
+        return self.temperature == 0 and self.repetition_penalty == 1 and not self.min_tokens and not wants_logprobs
