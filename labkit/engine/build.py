@@ -204,6 +204,8 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             attention_backend=backend_name,
         )
         executor = ModelExecutor(model, storage, backend, options.max_num_seqs)
+        if backend_name == "triton":
+            executor.warm_up()
         if fused is not None:
             executor.capture_graphs(options.max_num_seqs, -(-memory.max_model_len // memory.block_size))
         engine = Engine(scheduler, executor, trace)

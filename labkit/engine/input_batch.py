@@ -45,9 +45,10 @@ class InputBatch:
 def stage_inputs(plan: StepPlan, block_size: int, device: torch.device) -> InputBatch:
     """Lay out the tokens of ``plan`` and move them to ``device``."""
     num_seqs, num_tokens = len(plan.requests), plan.num_scheduled_tokens
-    tokens = np.empty((3, num_tokens), dtype=np.int64)  # token ids, positions, slots
+    # Rows begin at multiples of 16 bytes: Triton compiles a kernel of its own for pointers that do not.
+    tokens = np.empty((3, _round_up(num_tokens, 2)), dtype=np.int64)  # token ids, positions, slots
     block_table = np.zeros((num_seqs, max(len(entry.block_table) for entry in plan.requests)), dtype=np.int32)
-    lengths = np.zeros((2, num_seqs + 1), dtype=np.int32)  # query_start_loc; seq_lens
+    lengths = np.zeros((2, _round_up(num_seqs + 1, 4)), dtype=np.int32)  # query_start_loc; seq_lens
     start = 0
     for row, entry in enumerate(plan.requests):
         first, count = entry.num_computed_tokens, entry.num_scheduled_tokens
@@ -66,15 +67,19 @@ def stage_inputs(plan: StepPlan, block_size: int, device: torch.device) -> Input
             tokens[2, start:end] = blocks * block_size + positions % block_size
         lengths[0, row + 1], lengths[1, row] = end, last
         start = end
-    token_ids, positions, slots = upload_array(tokens, device)
+    token_ids, positions, slots = upload_array(tokens, device)[:, :num_tokens]
     device_lengths = upload_array(lengths, device)
     return InputBatch(
         token_ids=token_ids,
         positions=positions,
         slot_mapping=slots,
         block_table=upload_array(block_table, device),
-        query_start_loc=device_lengths[0],
+        query_start_loc=device_lengths[0, : num_seqs + 1],
         seq_lens=device_lengths[1, :num_seqs],
         host_seq_lens=lengths[1, :num_seqs].tolist(),
         host_query_lens=[entry.num_scheduled_tokens for entry in plan.requests],
     )
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -72,6 +72,27 @@ class ModelExecutor:
         with torch.inference_mode():
             self.graphs.capture()
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile what a step with prompts needs, so that the first request does not wait for it.
+
+        One prompt of 32 tokens and one decoding sequence, which write nothing (slot -1) and whose answers are dropped.
+        """
+        lengths = [32, 1]
+        starts = upload([0, 32, 33], torch.int32, self.device)
+        ids = torch.zeros(34, dtype=torch.int64, device=self.device)[:33]
+        batch = InputBatch(
+            token_ids=ids,
+            positions=ids,
+            slot_mapping=ids - 1,
+            block_table=torch.zeros(2, 2, dtype=torch.int32, device=self.device),
+            seq_lens=upload(lengths, torch.int32, self.device),
+            query_start_loc=starts,
+            host_seq_lens=lengths,
+            host_query_lens=lengths,
+        )
+        self._forward(batch, [31, 32]).argmax(-1)
+
     def now(self) -> float:
         """Seconds on the machine's monotonic clock."""
         return time.perf_counter()
