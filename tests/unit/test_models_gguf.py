@@ -13,47 +13,7 @@ import torch
 from labkit.models.gguf import GGUFFile
 from labkit.models.gguf_llama import gguf_tokenizer, llama_config, llama_model
 
-F32, F16, Q4_0, Q4_1, Q8_0, Q6_K, BF16 = 0, 1, 2, 3, 8, 14, 30
-
-
-# ---------------------------------------------------------------- a writer, enough for tests
-
-
-def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def _value(value: Any) -> bytes:
-    """Type id and value; a bool is type 7, an int u32, a float f32, a list an array of its first item's type."""
-    if isinstance(value, list):
-        return (
-            struct.pack("<I", 9)
-            + _value(value[0])[:4]
-            + struct.pack("<Q", len(value))
-            + b"".join(_value(item)[4:] for item in value)
-        )
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
-    return struct.pack("<I", 8) + _string(value)
-
-
-def write_gguf(
-    path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]], version: int = 3
-) -> Path:
-    """tensors: name -> (type, shape as numpy counts, raw bytes)."""
-    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
-    header += b"".join(_string(key) + _value(value) for key, value in metadata.items())
-    data = b""
-    for name, (kind, shape, raw) in tensors.items():
-        dims = struct.pack(f"<{len(shape)}Q", *reversed(shape))
-        header += _string(name) + struct.pack("<I", len(shape)) + dims + struct.pack("<IQ", kind, len(data))
-        data += raw + bytes(-len(raw) % 32)
-    path.write_bytes(header + bytes(-len(header) % 32) + data)
-    return path
+from .gguf_writer import BF16, F16, F32, LLAMA, Q4_0, Q4_1, Q6_K, Q8_0, as_llama_cpp_writes, write_gguf
 
 
 def one_tensor(folder: Path, kind: int, shape: tuple[int, ...], raw: bytes) -> np.ndarray:
@@ -126,53 +86,6 @@ def test_a_file_that_ends_within_a_tensor(tmp_path):
 
 # ---------------------------------------------------------------- a whole model
 
-LLAMA = {
-    "general.architecture": "llama",
-    "llama.block_count": 2,
-    "llama.context_length": 64,
-    "llama.embedding_length": 32,
-    "llama.feed_forward_length": 48,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 5000.0,
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": ["<|end|>", "Ċ", "ĊĊ", "5", "a", "Ġ", "ĠĠ", "b", "ab"],
-    "tokenizer.ggml.token_type": [3, 1, 1, 1, 1, 1, 1, 1, 1],
-    "tokenizer.ggml.merges": ["Ċ Ċ", "Ġ Ġ", "a b"],
-    "tokenizer.ggml.eos_token_id": 0,
-    "tokenizer.chat_template": "{{ messages[0]['content'] }}",
-}
-
-
-def _as_llama_cpp_writes(model: torch.nn.Module) -> dict[str, tuple[int, tuple[int, ...], bytes]]:
-    """A Llama model's tensors under llama.cpp's names, q and k rows in its order of rotated pairs."""
-    renamed = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "model.layers.": "blk.",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    tensors = {}
-    for name, values in model.state_dict().items():
-        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
-        if heads:  # within a head, (half, pair) order becomes (pair, half) order
-            values = values.reshape(heads, 2, -1, values.shape[-1]).transpose(1, 2).reshape(values.shape)
-        for ours, theirs in renamed.items():
-            name = name.replace(ours, theirs)
-        tensors[name] = (F32, tuple(values.shape), values.contiguous().numpy().tobytes())
-    return tensors
-
 
 @pytest.fixture
 def reference() -> torch.nn.Module:
@@ -195,13 +108,13 @@ def reference() -> torch.nn.Module:
 
 @torch.inference_mode()
 def test_a_llama_file_becomes_the_same_model(tmp_path, reference):
-    path = write_gguf(tmp_path / "llama.gguf", LLAMA, _as_llama_cpp_writes(reference))
+    path = write_gguf(tmp_path / "llama.gguf", LLAMA, as_llama_cpp_writes(reference))
     tokens = torch.arange(9)[None]
     assert torch.equal(llama_model(GGUFFile(path), torch.float32)(tokens).logits, reference(tokens).logits)
 
 
 def test_the_cast_comes_after_dequantising(tmp_path, reference):
-    path = write_gguf(tmp_path / "llama.gguf", LLAMA, _as_llama_cpp_writes(reference))
+    path = write_gguf(tmp_path / "llama.gguf", LLAMA, as_llama_cpp_writes(reference))
     model = llama_model(GGUFFile(path), torch.bfloat16)
     assert torch.equal(model.lm_head.weight, reference.lm_head.weight.bfloat16())
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32  # positions lose their meaning in 16 bits
@@ -209,7 +122,7 @@ def test_the_cast_comes_after_dequantising(tmp_path, reference):
 
 @torch.inference_mode()
 def test_without_an_output_tensor_the_embeddings_are_tied(tmp_path, reference):
-    tensors = _as_llama_cpp_writes(reference)
+    tensors = as_llama_cpp_writes(reference)
     del tensors["output.weight"]
     model = llama_model(GGUFFile(write_gguf(tmp_path / "tied.gguf", LLAMA, tensors)), torch.float32)
     assert model.config.tie_word_embeddings
@@ -217,7 +130,7 @@ def test_without_an_output_tensor_the_embeddings_are_tied(tmp_path, reference):
 
 
 def test_epsilon_is_a_short_decimal(tmp_path, reference):
-    path = write_gguf(tmp_path / "llama.gguf", LLAMA, _as_llama_cpp_writes(reference))
+    path = write_gguf(tmp_path / "llama.gguf", LLAMA, as_llama_cpp_writes(reference))
     assert llama_config(GGUFFile(path)).rms_norm_eps == 1e-5
 
 
@@ -235,13 +148,13 @@ def test_epsilon_is_a_short_decimal(tmp_path, reference):
 )
 def test_what_would_be_lost_is_refused(tmp_path, reference, changes, message):
     metadata = {key: value for key, value in (LLAMA | changes).items() if value is not None}
-    path = write_gguf(tmp_path / "other.gguf", metadata, _as_llama_cpp_writes(reference))
+    path = write_gguf(tmp_path / "other.gguf", metadata, as_llama_cpp_writes(reference))
     with pytest.raises(ValueError, match=message):
         llama_model(GGUFFile(path), torch.float32)
 
 
 def test_a_surplus_tensor_is_refused(tmp_path, reference):
-    tensors = _as_llama_cpp_writes(reference) | {"rope_freqs.weight": (F32, (4,), bytes(16))}
+    tensors = as_llama_cpp_writes(reference) | {"rope_freqs.weight": (F32, (4,), bytes(16))}
     path = write_gguf(tmp_path / "scaled.gguf", LLAMA, tensors)
     with pytest.raises(ValueError, match=r"'rope_freqs.weight' has no place"):
         llama_model(GGUFFile(path), torch.float32)
