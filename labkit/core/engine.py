@@ -58,6 +58,7 @@ class Engine:
         """End one sequence for a reason that only the caller can see, such as a stop string in its text."""
         self.scheduler.finish(request, reason, stop_reason)
         if not self.has_unfinished:  # no step will follow that could carry this event
+            self._forget_steps_under_way()
             now = self.executor.now()
             self._record(StepPlan(self.scheduler.num_steps, ()), now, now, 0)
 
@@ -81,10 +82,7 @@ class Engine:
         try:
             if self._submit() and len(self._under_way) < self.executor.depth:
                 return []
-            changed = self._collect() if self._under_way else []
-            if not self.has_unfinished:
-                self._forget_steps_under_way()  # run ahead for requests that have ended meanwhile
-            return changed
+            return self._collect() if self._under_way else []
         except BaseException:
             for step in self._under_way:
                 for entry in step.plan.requests:
@@ -98,7 +96,7 @@ class Engine:
         if any(step.error for step in self._under_way):
             return False
         plan = self.scheduler.schedule()
-        if not plan.requests:
+        if plan.is_empty:
             return False
         self._under_way.append(_UnderWay(plan, self.executor.now()))
         try:
@@ -116,18 +114,23 @@ class Engine:
                 raise step.error
             result = self.executor.collect()
         except Exception as error:
-            result = StepResult({}, failed={entry.request.request_id: error for entry in step.plan.requests})
+            failed = {entry.request.request_id: error for entry in step.plan.requests}
+            result = StepResult({}, failed=failed, swaps_done=False)
         del self._under_way[0]
         end = self.executor.now()
         changed = self.scheduler.update(step.plan, result)
+        if not self.has_unfinished:
+            self._forget_steps_under_way()  # run ahead for requests that have ended meanwhile
         sampled_ids = tuple(r.request_id for r in changed if r.finish_reason != "error")
         self._record(step.plan, step.start, end, num_events_before, sampled_ids)
         return changed
 
     def _forget_steps_under_way(self) -> None:
         if self._under_way:
-            self._under_way.clear()
             self.executor.reset()
+            for step in self._under_way:
+                self.scheduler.end_swaps(step.plan, done=False)
+            self._under_way.clear()
 
     def _record(
         self,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from labkit.memory import KVAllocator
+from labkit.memory import CachedBlock, KVAllocator
 from labkit.observe import RequestFinished, RequestPreempted
 
-from .config import SchedulerConfig
+from .config import PreemptionCost, SchedulerConfig
 from .request import Request, RequestStatus, forked_id
 from .step import ScheduledRequest, StepPlan, StepResult
 
@@ -21,8 +21,9 @@ class Scheduler:
     """Decides who runs next, and has the blocks ready for them.
 
     A step serves running requests first, in order of priority and arrival, then admits waiting ones while the
-    budget lasts. A request that cannot grow takes the blocks of the last one in that order, which starts again
-    later. Progress holds by construction:
+    budget lasts. A request that cannot grow takes the blocks of the last one in that order, which is swapped out to
+    host memory if that is cheaper and there is room, and starts again later otherwise. While blocks are on their way
+    nobody is preempted: who cannot grow sits the step out. Progress holds by construction:
 
     - the first in order is never preempted, and alone always fits (checked when it is added), so it ends;
     - a request is admitted only when blocks for all its present tokens are free, so no two half-computed prompts
@@ -31,7 +32,9 @@ class Scheduler:
       run can reach their full length, so preemptions per request are bounded.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVAllocator) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVAllocator, preemption_cost: PreemptionCost = PreemptionCost()
+    ) -> None:
         """Raises ValueError if the pool cannot hold one sequence of ``max_model_len`` tokens."""
         if kv.blocks_for(config.max_model_len) > kv.num_blocks:
             raise ValueError(
@@ -42,12 +45,16 @@ class Scheduler:
             )
         self.config = config
         self.kv = kv
+        self.preemption_cost = preemption_cost
         self.running: list[Request] = []  # both lists in order of (priority, arrival)
         self.waiting: list[Request] = []
         self._families: dict[str, list[Request]] = {}  # unfinished sequences by the id of their request
         self._num_added = 0
         self.num_steps = 0
         self._ended_ids: list[str] = []
+        self._swap_outs: list[tuple[int, int]] = []  # of the plan that is being made
+        self._swap_ins: list[tuple[int, int]] = []
+        self._on_their_way: dict[int, list[Request]] = {}  # by the step that moves their blocks, until it has ended
         self._watermark_blocks = math.ceil(config.watermark * kv.num_blocks)
 
     @property
@@ -95,6 +102,8 @@ class Scheduler:
             self._give_back(request)
         else:
             self.waiting.remove(request)
+            if request.num_computed_tokens:
+                self.kv.free(request.request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         family_id = request.parent_id or request.request_id
@@ -114,7 +123,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         scheduled: list[ScheduledRequest] = []
         copies: list[tuple[int, int]] = []
-        num_preemptions = 0
+        everyone_could_grow = True
 
         index = 0
         while index < len(self.running) and budget > 0:
@@ -125,26 +134,33 @@ class Scheduler:
                 continue
             new_copies = self.kv.extend(request.request_id, request.num_computed_tokens, num_tokens)
             if new_copies is None:
-                self._preempt(self.running[-1])  # perhaps this very request: then the loop ends
-                num_preemptions += 1
+                everyone_could_grow = False
+                if self._on_their_way:
+                    index += 1
+                else:
+                    self._preempt(self.running[-1])  # perhaps this very request: then the loop ends
                 continue
             copies += new_copies
             scheduled.append(self._scheduled(request, num_tokens))
             budget -= num_tokens
             index += 1
 
-        if num_preemptions == 0:
+        if everyone_could_grow and budget > 0:
             for request in self._admissions():
-                num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-                scheduled.append(self._scheduled(request, num_tokens))
-                budget -= num_tokens
+                num_tokens = min(request.num_runnable_tokens(), budget)
+                if num_tokens > 0:
+                    scheduled.append(self._scheduled(request, num_tokens))
+                    budget -= num_tokens
                 if budget == 0:
                     break
 
-        plan = StepPlan(self.num_steps, tuple(scheduled), tuple(copies), tuple(self._ended_ids))
-        if scheduled:
+        swaps = tuple(self._swap_outs), tuple(self._swap_ins)
+        plan = StepPlan(self.num_steps, tuple(scheduled), tuple(copies), tuple(self._ended_ids), *swaps)
+        if not plan.is_empty:
             self.num_steps += 1
             self._ended_ids.clear()
+            self._swap_outs.clear()
+            self._swap_ins.clear()
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
@@ -153,6 +169,7 @@ class Scheduler:
         Results come in the order of their plans. Requests in ``result.failed`` end with finish reason "error";
         requests that ended or were preempted while the step ran are passed over.
         """
+        self.end_swaps(plan, result.swaps_done)
         changed = []
         for entry in plan.requests:
             request = entry.request
@@ -164,12 +181,24 @@ class Scheduler:
                 changed.append(request)
                 continue
             self.kv.commit(request_id, request.token_ids, entry.num_computed_tokens + entry.num_scheduled_tokens)
-            if request_id in result.prompt_logprobs:
-                request.prompt_logprobs.extend(result.prompt_logprobs[request_id])
+            if rows := result.prompt_logprobs.get(request_id):  # after a preemption they come a second time
+                first = entry.num_computed_tokens
+                request.prompt_logprobs[first : first + len(rows)] = rows
             if entry.num_samples:
                 request.num_pending_tokens -= entry.num_samples
                 changed += self._take_samples(request, result)
         return changed
+
+    def end_swaps(self, plan: StepPlan, done: bool) -> None:
+        """Take in that a plan's copies from and to host memory have landed, or will never be made.
+
+        :meth:`update` does it; call this for a plan that will have no result.
+        """
+        self.kv.land(plan.swap_outs, plan.swap_ins)
+        for request in self._on_their_way.pop(plan.step, ()):
+            request.is_arriving = False
+            if not done and request.status is not RequestStatus.FINISHED:
+                self._compute_again(request)
 
     # ------------------------------------------------------------------ inside
 
@@ -195,24 +224,40 @@ class Scheduler:
                 return
             wants_logprobs = request.sampling_params.prompt_logprobs is not None
             prefix = () if wants_logprobs else self.kv.match_prefix(request.token_ids, request.cache_salt)
-            keep_free = self._watermark_blocks if self.running else 0
-            if not self.kv.admit(
-                request.request_id,
-                request.num_tokens,
-                max_total_tokens=request.max_num_tokens,
-                prefix=prefix,
-                salt=request.cache_salt,
-                keep_free=keep_free,
-            ):
+            if not (self._swap_in(request, prefix) if request.num_computed_tokens else self._admit(request, prefix)):
                 return
             self.waiting.pop(0)
             request.block_table = self.kv.block_table(request.request_id)
-            request.num_computed_tokens = len(prefix) * self.kv.block_size
+            request.num_computed_tokens = self.kv.num_computed_tokens(request.request_id)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
             request.status = RequestStatus.RUNNING
             insort(self.running, request, key=_queue_key)
             yield request
+
+    def _admit(self, request: Request, prefix: Sequence[CachedBlock]) -> bool:
+        return self.kv.admit(
+            request.request_id,
+            request.num_tokens,
+            max_total_tokens=request.max_num_tokens,
+            prefix=prefix,
+            salt=request.cache_salt,
+            keep_free=self._watermark_blocks if self.running else 0,
+        )
+
+    def _swap_in(self, request: Request, prefix: Sequence[CachedBlock]) -> bool:
+        copies = self.kv.swap_in(
+            request.request_id,
+            request.num_tokens,
+            prefix=prefix,
+            salt=request.cache_salt,
+            keep_free=self._watermark_blocks if self.running else 0,
+        )
+        if copies:
+            self._swap_ins += copies
+            self._on_their_way.setdefault(self.num_steps, []).append(request)
+            request.is_arriving = True
+        return copies is not None
 
     def _all_can_end_with(self, request: Request) -> bool:
         """Whether there are blocks for the full length of all that run, and of ``request`` besides."""
@@ -222,16 +267,38 @@ class Scheduler:
         return needed <= self.kv.num_free_blocks
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's blocks; its tokens are kept and computed again when it is admitted."""
-        self.running.remove(request)
-        self.kv.free(request.request_id)
-        request.num_computed_tokens = request.num_pending_tokens = 0
-        request.prompt_logprobs.clear()
+        """Take a request's blocks; its tokens are kept, and what is computed of them if swapping is the cheaper way.
+
+        What steps under way compute is lost.
+        """
+        num_computed_tokens = self.kv.num_computed_tokens(request.request_id)
+        copies = None
+        if self.preemption_cost.prefers_swap(self.kv.blocks_for(num_computed_tokens), num_computed_tokens):
+            copies = self.kv.swap_out(request.request_id)
+        if copies is None:
+            self._compute_again(request)
+        else:
+            self._swap_outs += copies
+            self._on_their_way.setdefault(self.num_steps, []).append(request)
+            request.num_computed_tokens = num_computed_tokens
+            self._wait(request)
         request.num_preemptions += 1
-        request.status = RequestStatus.WAITING
-        insort(self.waiting, request, key=_queue_key)
-        self._ended_ids.append(request.request_id)
         self._record(RequestPreempted(request.request_id))
+
+    def _compute_again(self, request: Request) -> None:
+        """Take all that a request has, in the pool or in host memory; it starts again when it is admitted."""
+        self.kv.free(request.request_id)
+        request.num_computed_tokens = 0
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """Have a request without blocks wait for its turn."""
+        request.num_pending_tokens = 0
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            request.status = RequestStatus.WAITING
+            insort(self.waiting, request, key=_queue_key)
+            self._ended_ids.append(request.request_id)
 
     def _take_samples(self, request: Request, result: StepResult) -> list[Request]:
         """Append a request's new tokens, forking it first if there are several; the sequences that got one."""
