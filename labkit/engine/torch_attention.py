@@ -30,6 +30,7 @@ class TorchPagedAttention:
     def __init__(self, batch: InputBatch, block_size: int) -> None:
         self._slots = batch.slot_mapping
         self._block_size = block_size
+        self._fresh_blocks = self._slots[self._slots % block_size == 0] // block_size
         self._write_rows: dict[int, torch.Tensor] = {}
         self._groups = [_DecodeGroup(batch, members, block_size) for members in _decode_groups(batch, block_size)]
         self._prefills = [
@@ -46,6 +47,10 @@ class TorchPagedAttention:
             rows = (head_rows * size + (self._slots % size)[:, None]).flatten()
             self._write_rows[heads] = rows
         for new, pages in ((k, kv.k), (v, kv.v)):
+            # A block is cleared when its first slot is written: what gathering reads behind a sequence's end may be
+            # anything but NaN, which no mask removes from 0 x NaN.
+            if len(self._fresh_blocks):
+                pages.index_fill_(0, self._fresh_blocks, 0)
             pages.view(-1, pages.shape[3]).index_copy_(0, rows, new.reshape(-1, pages.shape[3]).to(pages.dtype))
 
     def rotate_and_write(
@@ -109,14 +114,6 @@ def _page_rows(block_table: torch.Tensor, heads: int) -> torch.Tensor:
     return (block_table[:, None, :] * heads + torch.arange(heads, device=block_table.device)[:, None]).flatten()
 
 
-@dataclass(slots=True)
-class _Gather:
-    """Row numbers for one number of KV heads: what to read, and which rows of that hold no token."""
-
-    pages: torch.Tensor
-    unused: torch.Tensor
-
-
 class _DecodeGroup:
     """Sequences with one new token each, padded to the longest."""
 
@@ -126,31 +123,26 @@ class _DecodeGroup:
         index = torch.tensor(members, device=device)
         self.tokens = batch.query_start_loc[index].long()
         max_blocks = -(-max(lengths) // block_size)
-        self._block_table = batch.block_table[index, :max_blocks].long()
         self._lengths = torch.tensor(lengths, device=device)[:, None]
+        table = batch.block_table[index, :max_blocks].long()
+        is_used = torch.arange(max_blocks, device=device) * block_size < self._lengths
+        self._block_table = torch.where(is_used, table, table[:, :1])  # pad with a block that was written
         self._positions = torch.arange(max_blocks * block_size, device=device)
-        self._gathers: dict[int, _Gather] = {}
+        self._page_rows: dict[int, torch.Tensor] = {}
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
     def attend(self, q: torch.Tensor, kv: KVPages, options: _Options) -> torch.Tensor:
         num_seqs, num_q_heads, head_dim = q.shape
         heads = kv.num_kv_heads
-        gather = self._gathers.get(heads)
-        if gather is None:
-            gather = self._gathers[heads] = self._make_gather(heads)
-        k = _gather(kv.k, gather.pages, num_seqs)
-        v = _gather(kv.v, gather.pages, num_seqs)
-        # Slots without a token may hold NaN, which no mask removes from 0 x NaN.
-        k.view(-1, k.shape[3]).index_fill_(0, gather.unused, 0)
-        v.view(-1, v.shape[3]).index_fill_(0, gather.unused, 0)
+        rows = self._page_rows.get(heads)
+        if rows is None:
+            rows = self._page_rows[heads] = _page_rows(self._block_table, heads)
+        k = _gather(kv.k, rows, num_seqs)
+        v = _gather(kv.v, rows, num_seqs)
         # The query heads that share a KV head stand as rows of one small matrix: no K or V is repeated.
         grouped = q.reshape(num_seqs, heads, num_q_heads // heads, head_dim)
         out = _attention(grouped, k, v, self._mask(options.sliding_window, q.dtype), options)
         return out.reshape(num_seqs, num_q_heads, v.shape[3])
-
-    def _make_gather(self, heads: int) -> _Gather:
-        unused = (self._positions >= self._lengths)[:, None, :].expand(-1, heads, -1)
-        return _Gather(_page_rows(self._block_table, heads), unused.flatten().nonzero()[:, 0])
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """0 where the query sees, -inf where not: [num_seqs, 1, 1, max_len]."""

@@ -38,13 +38,11 @@ def poisoned_pages(num_blocks: int, heads: int, dim_k: int, dim_v: int) -> KVPag
     )
 
 
-def fill_context(batch: InputBatch, pages: KVPages) -> None:
-    """Write random K and V for every position of every sequence; all other slots stay poisoned."""
-    for row, length in enumerate(batch.host_seq_lens):
-        for position in range(length):
-            block = batch.block_table[row, position // BLOCK_SIZE]
-            for tensor in pages:
-                tensor[block, :, position % BLOCK_SIZE] = torch.randn(tensor.shape[1], tensor.shape[3])
+def fill_context(lengths: list[tuple[int, int]], pages: KVPages) -> None:
+    """Write random K and V for every position of every sequence, as a step with whole prompts would."""
+    batch, _ = make_batch([(length, length) for length, _ in lengths])
+    k, v = (torch.randn(len(batch.token_ids), tensor.shape[1], tensor.shape[3]) for tensor in pages)
+    TorchPagedAttention(batch, BLOCK_SIZE).write(k, v, pages)
 
 
 MIXES = {
@@ -73,7 +71,7 @@ def test_torch_backend_agrees_with_the_reference(mix, q_heads, kv_heads, options
     torch.manual_seed(0)
     batch, num_blocks = make_batch(MIXES[mix])
     pages = poisoned_pages(num_blocks, kv_heads, 8, 6)
-    fill_context(batch, pages)
+    fill_context(MIXES[mix], pages)
     q = torch.randn(len(batch.token_ids), q_heads, 8)
     chosen = {"sliding_window": None, "softcap": None, "sinks": None} | options
     if chosen["sinks"]:
@@ -92,11 +90,14 @@ def test_torch_backend_agrees_with_the_reference(mix, q_heads, kv_heads, options
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_write_puts_each_token_into_its_slot_and_touches_no_other():
+def test_write_puts_each_token_into_its_slot_and_clears_the_rest_of_a_fresh_block():
     batch, num_blocks = make_batch(MIXES["mixed"])
     got, expected = poisoned_pages(num_blocks, 3, 8, 6), poisoned_pages(num_blocks, 3, 8, 6)
     k, v = torch.randn(len(batch.token_ids), 3, 8), torch.randn(len(batch.token_ids), 3, 6)
     TorchPagedAttention(batch, BLOCK_SIZE).write(k, v, got)
+    fresh = [slot // BLOCK_SIZE for slot in batch.slot_mapping.tolist() if slot % BLOCK_SIZE == 0]
+    for tensor in expected:
+        tensor[fresh] = 0
     reference.write_kv(k, v, expected, batch.slot_mapping)
     torch.testing.assert_close(got.k, expected.k, equal_nan=True)
     torch.testing.assert_close(got.v, expected.v, equal_nan=True)
