@@ -1,9 +1,10 @@
 """Where does it live?
 
 Exports :class:`BlockPool` (free list and reference counts), :class:`PrefixCache` (finding blocks by content),
-:class:`KVCacheManager` (block tables, sharing, copy on write) and :class:`KVCacheUsage` (the split of the slots);
-for comparison :class:`ContiguousKVManager` with its ways to reserve, over a :class:`FirstFitArena`. Schedulers see
-any of them as a :class:`KVAllocator`. Nothing here knows of requests, models or torch.
+:class:`KVCacheManager` (block tables, sharing, copy on write), :class:`SwapSpace` (blocks in host memory) and
+:class:`KVCacheUsage` (the split of the slots); for comparison :class:`ContiguousKVManager` with its ways to reserve,
+over a :class:`FirstFitArena`. Schedulers see any of them as a :class:`KVAllocator`. Nothing here knows of requests,
+models or torch.
 """
 
 from .allocator import KVAllocator
@@ -19,9 +20,11 @@ from .contiguous import (
 )
 from .kv_cache_manager import KVCacheManager
 from .prefix_cache import CachedBlock, PrefixCache
+from .swap_space import BlockPairs, SwapSpace
 from .usage import KVCacheUsage
 
 __all__ = [
+    "BlockPairs",
     "BlockPool",
     "CachedBlock",
     "ContiguousKVManager",
@@ -31,6 +34,7 @@ __all__ = [
     "KVCacheUsage",
     "PrefixCache",
     "Reservation",
+    "SwapSpace",
     "reserve_max",
     "reserve_nothing",
     "reserve_oracle",

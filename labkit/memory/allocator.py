@@ -8,6 +8,7 @@ from typing import Protocol
 from labkit.observe import Event
 
 from .prefix_cache import CachedBlock
+from .swap_space import BlockPairs
 from .usage import KVCacheUsage
 
 
@@ -37,6 +38,8 @@ class KVAllocator(Protocol):
 
     def block_table(self, request_id: str) -> list[int]: ...
 
+    def num_computed_tokens(self, request_id: str) -> int: ...
+
     def match_prefix(self, token_ids: Sequence[int], salt: str | None = None) -> list[CachedBlock]: ...
 
     def admit(
@@ -57,6 +60,20 @@ class KVAllocator(Protocol):
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None: ...
 
     def free(self, request_id: str) -> None: ...
+
+    def swap_out(self, request_id: str) -> BlockPairs | None: ...
+
+    def swap_in(
+        self,
+        request_id: str,
+        num_tokens: int,
+        *,
+        prefix: Sequence[CachedBlock] = (),
+        salt: str | None = None,
+        keep_free: int = 0,
+    ) -> BlockPairs | None: ...
+
+    def land(self, swap_outs: BlockPairs, swap_ins: BlockPairs) -> None: ...
 
     def reset_prefix_cache(self) -> None: ...
 

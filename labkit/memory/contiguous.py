@@ -12,6 +12,7 @@ from labkit.observe import BlockCopied, BlocksAllocated, BlocksFreed, Event
 
 from .arena import FirstFitArena
 from .prefix_cache import CachedBlock
+from .swap_space import BlockPairs
 from .usage import KVCacheUsage
 
 Reservation = Callable[[int, int], int]
@@ -87,6 +88,10 @@ class ContiguousKVManager:
         """The blocks of a sequence, in order, those reserved ahead included."""
         return self._runs[request_id].block_ids
 
+    def num_computed_tokens(self, request_id: str) -> int:
+        """Tokens of a sequence that have K and V in its blocks."""
+        return self._runs[request_id].num_computed_tokens
+
     def match_prefix(self, token_ids: Sequence[int], salt: str | None = None) -> list[CachedBlock]:
         """Nothing: a run holds one sequence."""
         return []
@@ -155,6 +160,23 @@ class ContiguousKVManager:
         self.arena.free(run.start, len(run.block_ids))
         if self.events is not None:
             self.events.append(BlocksFreed(request_id, tuple(run.block_ids)))
+
+    def swap_out(self, request_id: str) -> None:
+        """Never: there is no host memory here, so a preempted sequence is computed again."""
+
+    def swap_in(
+        self,
+        request_id: str,
+        num_tokens: int,
+        *,
+        prefix: Sequence[CachedBlock] = (),
+        salt: str | None = None,
+        keep_free: int = 0,
+    ) -> None:
+        """Nothing: no sequence was swapped out."""
+
+    def land(self, swap_outs: BlockPairs, swap_ins: BlockPairs) -> None:
+        """Nothing is under way."""
 
     def reset_prefix_cache(self) -> None:
         """Nothing to forget."""

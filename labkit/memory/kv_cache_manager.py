@@ -12,12 +12,16 @@ from labkit.observe import (
     BlocksCached,
     BlocksEvicted,
     BlocksFreed,
+    BlocksLanded,
     BlocksShared,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
     Event,
 )
 
 from .block_pool import BlockPool
 from .prefix_cache import CachedBlock, PrefixCache
+from .swap_space import BlockPairs, SwapSpace
 from .usage import KVCacheUsage
 
 
@@ -39,21 +43,26 @@ class KVCacheManager:
     stands in one table, or in several that begin with the same tokens; ``ref_cnt`` says in how many. The manager
     takes ids and token ids, never requests, and each call either succeeds whole or changes nothing.
 
+    With ``num_host_blocks`` a sequence can leave the pool and keep what was computed: see :class:`SwapSpace`.
+
     ``events`` is where it says what it did; set it to a list to record, to None to save the time.
     """
 
     can_share = True
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
-        """Make a manager of ``num_blocks`` blocks of ``block_size`` tokens.
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
+        """Make a manager of ``num_blocks`` blocks of ``block_size`` tokens, and ``num_host_blocks`` to swap to.
 
-        Raises ValueError unless ``num_blocks`` >= 1 and ``block_size`` is a power of two.
+        Raises ValueError unless ``num_blocks`` >= 1, ``num_host_blocks`` >= 0 and ``block_size`` is a power of two.
         """
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"block_size must be a power of two >= 1, got {block_size}")
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.prefix_cache = PrefixCache(block_size) if enable_prefix_caching else None
+        self.swap_space = SwapSpace(num_host_blocks)
         self.events: list[Event] | None = None
         self._sequences: dict[str, _Sequence] = {}
         self._num_written = [0] * num_blocks  # computed tokens in each block
@@ -77,8 +86,12 @@ class KVCacheManager:
         """The blocks of a sequence, in order. The list is the manager's own: do not change or keep it."""
         return self._sequences[request_id].block_ids
 
+    def num_computed_tokens(self, request_id: str) -> int:
+        """Tokens of a sequence that have K and V in its blocks, as far as :meth:`commit` was told."""
+        return self._sequences[request_id].num_computed_tokens
+
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._sequences
+        return request_id in self._sequences or request_id in self.swap_space
 
     # ------------------------------------------------------------------ taking blocks
 
@@ -175,24 +188,16 @@ class KVCacheManager:
         Full blocks among them become findable in the prefix cache.
         """
         sequence = self._sequences[request_id]
-        size, written = self.block_size, self._num_written
-        position = sequence.num_computed_tokens
-        while position < num_computed_tokens:
-            block_id = sequence.block_ids[position // size]
-            end = min(num_computed_tokens, (position // size + 1) * size)
-            self._num_live_tokens += (end - 1) % size + 1 - written[block_id]
-            written[block_id] = (end - 1) % size + 1
-            position = end
-        sequence.num_computed_tokens = num_computed_tokens
-        if self.prefix_cache is not None and num_computed_tokens >= (sequence.num_cached_blocks + 1) * size:
+        self._set_computed(sequence, num_computed_tokens)
+        if self.prefix_cache is not None and num_computed_tokens >= (sequence.num_cached_blocks + 1) * self.block_size:
             self._cache_full_blocks(sequence, token_ids, self.prefix_cache)
 
     def free(self, request_id: str) -> None:
         """Take all blocks of a sequence back. Cached content stays findable until the block is needed."""
-        sequence = self._sequences.pop(request_id)
-        self._release(sequence.block_ids)
-        if self.events is not None and sequence.block_ids:
-            self.events.append(BlocksFreed(request_id, tuple(sequence.block_ids)))
+        if request_id in self.swap_space:
+            self.swap_space.drop(request_id)
+        else:
+            self._free_table(request_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content; running sequences are not affected.
@@ -206,32 +211,93 @@ class KVCacheManager:
         if self.events is not None and forgotten:
             self.events.append(BlocksEvicted(tuple(forgotten)))
 
+    # ------------------------------------------------------------------ to host memory and back
+
+    def swap_out(self, request_id: str) -> BlockPairs | None:
+        """Free a sequence's blocks but keep its computed tokens: the copies to make, as (block, host block).
+
+        What is copied is in flight until :meth:`land`. Returns None, with nothing changed, if too few host blocks are
+        free or no token is computed.
+        """
+        sequence = self._sequences[request_id]
+        block_ids = sequence.block_ids[: self.blocks_for(sequence.num_computed_tokens)]
+        copies = self.swap_space.store(request_id, block_ids, sequence.num_computed_tokens)
+        if copies is None:
+            return None
+        self.pool.share(block_ids)
+        if self.events is not None:
+            self.events.append(BlocksSwappedOut(request_id, tuple(block_ids), tuple(host for _, host in copies)))
+        self._free_table(request_id)
+        return copies
+
+    def swap_in(
+        self,
+        request_id: str,
+        num_tokens: int,
+        *,
+        prefix: Sequence[CachedBlock] = (),
+        salt: str | None = None,
+        keep_free: int = 0,
+    ) -> BlockPairs | None:
+        """Give a swapped-out sequence a new table, as :meth:`admit` does: the copies to make, as (host block, block).
+
+        What ``prefix`` holds is not copied. The sequence must not run before :meth:`land`. Returns None, with nothing
+        changed, if too few blocks are free or its copies to the host have not landed.
+        """
+        if not self.swap_space.is_stored(request_id):
+            return None
+        if not self.admit(request_id, num_tokens, prefix=prefix, salt=salt, keep_free=keep_free):
+            return None
+        sequence, first_index = self._sequences[request_id], len(prefix)
+        copies, num_computed_tokens = self.swap_space.load(request_id, sequence.block_ids, first_index)
+        if copies:
+            self.pool.share([block for _, block in copies])
+            self._set_computed(sequence, num_computed_tokens)
+            if self.events is not None:
+                hosts, blocks = zip(*copies, strict=True)
+                self.events.append(BlocksSwappedIn(request_id, first_index, blocks, hosts, num_computed_tokens))
+        return copies
+
+    def land(self, swap_outs: BlockPairs, swap_ins: BlockPairs) -> None:
+        """Say that these copies, as :meth:`swap_out` and :meth:`swap_in` gave them, have landed."""
+        block_ids = self.swap_space.land(swap_outs, swap_ins)
+        self._release(block_ids)
+        if self.events is not None and block_ids:
+            self.events.append(BlocksLanded(tuple(block_ids)))
+
     # ------------------------------------------------------------------ looking
 
     def usage(self) -> KVCacheUsage:
-        """Where the slots are now. O(1)."""
+        """Where the slots are now. O(1), and O(1) more for each block that a copy is under way for."""
+        in_flight = [b for b, num_copies in self.swap_space.num_copies.items() if self.pool.ref_cnt[b] == num_copies]
         return KVCacheUsage(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            num_referenced_blocks=self.num_blocks - self.pool.num_free,
+            num_referenced_blocks=self.num_blocks - self.pool.num_free - len(in_flight),
             num_cached_free_blocks=self._num_cached_free,
             num_free_blocks=self.pool.num_free - self._num_cached_free,
-            num_live_tokens=self._num_live_tokens,
+            num_live_tokens=self._num_live_tokens - sum(self._num_written[b] for b in in_flight),
+            num_in_flight_blocks=len(in_flight),
         )
 
     def check(self) -> None:
         """Raise AssertionError unless the accounting equation holds: every block is counted once, and rightly."""
         self.pool.check()
-        references = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
+        self.swap_space.check()
+        tables = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
+        copies = self.swap_space.num_copies
         for block_id, count in enumerate(self.pool.ref_cnt):
-            assert count == references[block_id], f"block {block_id}: ref_cnt {count}, in {references[block_id]} tables"
+            assert count == tables[block_id] + copies[block_id], (
+                f"block {block_id}: ref_cnt {count}, in {tables[block_id]} tables, {copies[block_id]} copies under way"
+            )
         cached_free = [b for b in self.pool.free_list() if self.prefix_cache is not None and b in self.prefix_cache]
         usage = self.usage()
         assert usage.num_cached_free_blocks == len(cached_free)
-        live = sum(self._num_written[b] for b, count in enumerate(self.pool.ref_cnt) if count > 0)
+        live = sum(self._num_written[b] for b in tables)
         assert usage.num_live_tokens == live, f"{usage.num_live_tokens} live tokens counted, {live} found"
-        split = usage.num_free_blocks + usage.num_cached_free_blocks + usage.num_referenced_blocks
-        assert split == self.num_blocks
+        assert usage.num_referenced_blocks == len(tables)
+        unreferenced = usage.num_free_blocks + usage.num_cached_free_blocks + usage.num_in_flight_blocks
+        assert usage.num_referenced_blocks + unreferenced == self.num_blocks
         for request_id, sequence in self._sequences.items():
             assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{request_id}: a block stands twice"
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
@@ -267,6 +333,23 @@ class KVCacheManager:
         if self.events is not None:
             shared = BlocksShared(request_id, 0, tuple(block_ids), sequence.num_computed_tokens)
             self.events.append(shared)
+
+    def _free_table(self, request_id: str) -> None:
+        sequence = self._sequences.pop(request_id)
+        self._release(sequence.block_ids)
+        if self.events is not None and sequence.block_ids:
+            self.events.append(BlocksFreed(request_id, tuple(sequence.block_ids)))
+
+    def _set_computed(self, sequence: _Sequence, num_computed_tokens: int) -> None:
+        size, written = self.block_size, self._num_written
+        position = sequence.num_computed_tokens
+        while position < num_computed_tokens:
+            block_id = sequence.block_ids[position // size]
+            end = min(num_computed_tokens, (position // size + 1) * size)
+            self._num_live_tokens += (end - 1) % size + 1 - written[block_id]
+            written[block_id] = (end - 1) % size + 1
+            position = end
+        sequence.num_computed_tokens = num_computed_tokens
 
     def _release(self, block_ids: Sequence[int]) -> None:
         cache = self.prefix_cache if self.prefix_cache is not None else ()

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVCacheUsage:
-    """A split of the pool that adds up: live tokens + internal fragmentation + cached + free = all slots.
+    """A split of the pool that adds up: live tokens + internal fragmentation + cached + free + in flight = all slots.
 
     Attributes:
         num_referenced_blocks: blocks that stand in at least one block table.
         num_cached_free_blocks: unreferenced blocks whose content the prefix cache can still find.
         num_free_blocks: unreferenced blocks that hold nothing.
         num_live_tokens: slots of referenced blocks that hold a computed token, a shared slot counted once.
+        num_in_flight_blocks: unreferenced blocks that a copy from or to host memory still reads or writes.
     """
 
     num_blocks: int
@@ -22,6 +23,7 @@ class KVCacheUsage:
     num_cached_free_blocks: int
     num_free_blocks: int
     num_live_tokens: int
+    num_in_flight_blocks: int = 0
 
     @property
     def num_slots(self) -> int:

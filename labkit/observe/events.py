@@ -60,6 +60,36 @@ class BlocksEvicted(NamedTuple):
     block_ids: tuple[int, ...]
 
 
+class BlocksSwappedOut(NamedTuple):
+    """Copies of a preempted request's computed blocks to host memory began; :class:`BlocksFreed` follows.
+
+    The blocks are in flight, that is not free even if no table holds them, until :class:`BlocksLanded` names them.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    host_block_ids: tuple[int, ...]
+
+
+class BlocksSwappedIn(NamedTuple):
+    """Copies from host memory to the blocks of a request's table from ``first_index`` on began.
+
+    Then the request's first ``num_tokens`` tokens are computed; it runs when the copies have landed.
+    """
+
+    request_id: str
+    first_index: int
+    block_ids: tuple[int, ...]
+    host_block_ids: tuple[int, ...]
+    num_tokens: int
+
+
+class BlocksLanded(NamedTuple):
+    """Copies ended that read or wrote these blocks."""
+
+    block_ids: tuple[int, ...]
+
+
 class RequestArrived(NamedTuple):
     """A request was accepted at ``time`` (seconds on the executor's clock)."""
 
@@ -69,7 +99,7 @@ class RequestArrived(NamedTuple):
 
 
 class RequestPreempted(NamedTuple):
-    """A running request lost its blocks to others and waits to be computed again."""
+    """A running request lost its blocks to others and waits: to be swapped in, or else to be computed again."""
 
     request_id: str
 
@@ -89,6 +119,9 @@ Event = (
     | BlocksFreed
     | BlocksCached
     | BlocksEvicted
+    | BlocksSwappedOut
+    | BlocksSwappedIn
+    | BlocksLanded
     | RequestArrived
     | RequestPreempted
     | RequestFinished

@@ -11,7 +11,10 @@ from .events import (
     BlocksCached,
     BlocksEvicted,
     BlocksFreed,
+    BlocksLanded,
     BlocksShared,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
     Event,
     StepRecord,
 )
@@ -21,12 +24,13 @@ class BlockView(NamedTuple):
     """One block at one moment.
 
     Attributes:
-        request_id: the request that has held it longest; of a block that only the prefix cache knows, the one that
-            held it last; None for a free block.
+        request_id: the request that has held it longest; of a block that only the prefix cache knows, or that is in
+            flight, the one that held it last; None for a free block.
         logical_index: where the block stands, or stood, in that request's block table.
         num_tokens: slots that hold a computed token; 0 for a free block.
         ref_cnt: how many block tables it stands in.
         is_cached: whether the prefix cache can find it.
+        is_in_flight: whether it is in no table, and not free either: a copy from or to host memory is under way.
     """
 
     request_id: str | None
@@ -34,6 +38,7 @@ class BlockView(NamedTuple):
     num_tokens: int
     ref_cnt: int
     is_cached: bool
+    is_in_flight: bool = False
 
 
 FREE_BLOCK = BlockView(None, 0, 0, 0, False)
@@ -48,7 +53,7 @@ class BlockTableState:
             changed = state.apply(record)       # ids of the blocks that look different now
 
     The split adds up as in :class:`labkit.memory.KVCacheUsage`:
-    live tokens + internal fragmentation + cached + free = all slots.
+    live tokens + internal fragmentation + cached + in flight + free = all slots.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -62,10 +67,12 @@ class BlockTableState:
         self.num_live_tokens = 0
         self.num_referenced_blocks = 0
         self.num_cached_free_blocks = 0
+        self.num_in_flight_blocks = 0
         self._holders: list[dict[str, int]] = [{} for _ in range(num_blocks)]  # request -> index in its table
         self._last_holder: list[tuple[str, int] | None] = [None] * num_blocks
         self._num_written = [0] * num_blocks
         self._is_cached = [False] * num_blocks
+        self._num_copies = [0] * num_blocks  # between the block and host memory, under way
 
     def apply(self, record: StepRecord) -> set[int]:
         """Take in one step; returns the ids of the blocks that it changed.
@@ -87,7 +94,7 @@ class BlockTableState:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that hold nothing."""
-        return self.num_blocks - self.num_referenced_blocks - self.num_cached_free_blocks
+        return self.num_blocks - self.num_referenced_blocks - self.num_cached_free_blocks - self.num_in_flight_blocks
 
     @property
     def num_fragmented_slots(self) -> int:
@@ -97,13 +104,14 @@ class BlockTableState:
     def block(self, block_id: int) -> BlockView:
         """What a block holds now."""
         holders, is_cached = self._holders[block_id], self._is_cached[block_id]
+        is_in_flight = not holders and self._num_copies[block_id] > 0
         if holders:
             request_id, index = next(iter(holders.items()))
-        elif is_cached:
+        elif is_cached or is_in_flight:
             request_id, index = self._last_holder[block_id] or (None, 0)
         else:
             return FREE_BLOCK
-        return BlockView(request_id, index, self._num_written[block_id], len(holders), is_cached)
+        return BlockView(request_id, index, self._num_written[block_id], len(holders), is_cached, is_in_flight)
 
     def holders(self, block_id: int) -> list[str]:
         """The requests in whose tables a block stands, the first to hold it first."""
@@ -135,6 +143,14 @@ class BlockTableState:
                 self._set_cached(block_ids, True, changed)
             case BlocksEvicted(block_ids):
                 self._set_cached(block_ids, False, changed)
+            case BlocksSwappedOut(_, block_ids, _):
+                self._add_copies(block_ids, 1, changed)
+            case BlocksSwappedIn(request_id, first_index, block_ids, _, num_tokens):
+                self.num_computed_tokens[request_id] = first_index * self.block_size
+                self._write(request_id, num_tokens - first_index * self.block_size, changed)
+                self._add_copies(block_ids, 1, changed)
+            case BlocksLanded(block_ids):
+                self._add_copies(block_ids, -1, changed)
             case _:
                 pass  # requests that arrive, are preempted or finish: their blocks have events of their own
 
@@ -155,9 +171,8 @@ class BlockTableState:
         holders = self._holders[block_id]
         if not holders:
             self.num_referenced_blocks += 1
-            if self._is_cached[block_id]:
-                self.num_cached_free_blocks -= 1
-            else:
+            self._count_unheld(block_id, -1)
+            if not self._is_cached[block_id]:
                 self._num_written[block_id] = 0
             self.num_live_tokens += self._num_written[block_id]
         holders[request_id] = index
@@ -168,7 +183,23 @@ class BlockTableState:
         if not holders:
             self.num_referenced_blocks -= 1
             self.num_live_tokens -= self._num_written[block_id]
-            self.num_cached_free_blocks += self._is_cached[block_id]
+            self._count_unheld(block_id, 1)
+
+    def _count_unheld(self, block_id: int, change: int) -> None:
+        """A block that no table holds, any more or yet, joins (1) or leaves (-1) those that it is counted among."""
+        if self._num_copies[block_id]:
+            self.num_in_flight_blocks += change
+        elif self._is_cached[block_id]:
+            self.num_cached_free_blocks += change
+
+    def _add_copies(self, block_ids: Iterable[int], change: int, changed: set[int]) -> None:
+        for block_id in block_ids:
+            if not self._holders[block_id]:
+                self._count_unheld(block_id, -1)
+            self._num_copies[block_id] += change
+            if not self._holders[block_id]:
+                self._count_unheld(block_id, 1)
+            changed.add(block_id)
 
     def _write(self, request_id: str, num_tokens: int, changed: set[int]) -> None:
         """The next ``num_tokens`` positions of a request get their K and V."""
@@ -188,7 +219,9 @@ class BlockTableState:
 
     def _set_cached(self, block_ids: Iterable[int], is_cached: bool, changed: set[int]) -> None:
         for block_id in block_ids:
-            if self._is_cached[block_id] != is_cached and not self._holders[block_id]:
-                self.num_cached_free_blocks += 1 if is_cached else -1
+            if not self._holders[block_id]:
+                self._count_unheld(block_id, -1)
             self._is_cached[block_id] = is_cached
+            if not self._holders[block_id]:
+                self._count_unheld(block_id, 1)
             changed.add(block_id)

@@ -7,7 +7,15 @@ import math
 from collections import deque
 from typing import Protocol
 
-from .events import BlocksShared, RequestArrived, RequestFinished, RequestPreempted, StepRecord
+from .events import (
+    BlocksShared,
+    BlocksSwappedIn,
+    BlocksSwappedOut,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    StepRecord,
+)
 
 WINDOW = 65_536
 """Latencies kept for the percentiles: the newest ones."""
@@ -30,6 +38,8 @@ class EngineStats:
         kv_cache_usage, internal_fragmentation: of the pool after the last step, 0 to 1.
         peak_kv_cache_usage: the highest so far.
         num_cached_tokens: tokens that the prefix cache spared the model.
+        num_preemptions: of them, ``num_swaps`` by copying to host memory, the others to be computed again.
+        num_swapped_blocks: blocks copied to host memory and back.
     """
 
     def __init__(self) -> None:
@@ -41,6 +51,8 @@ class EngineStats:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_swaps = 0
+        self.num_swapped_blocks = 0
         self.num_finished: dict[str, int] = {}
         self.kv_cache_usage = 0.0
         self.peak_kv_cache_usage = 0.0
@@ -60,6 +72,11 @@ class EngineStats:
                 self.num_prompt_tokens += event.num_prompt_tokens
             elif isinstance(event, RequestPreempted):
                 self.num_preemptions += 1
+            elif isinstance(event, BlocksSwappedOut):
+                self.num_swaps += 1
+                self.num_swapped_blocks += len(event.block_ids)
+            elif isinstance(event, BlocksSwappedIn):
+                self.num_swapped_blocks += len(event.block_ids)
             elif isinstance(event, BlocksShared) and event.request_id in self._arrival:
                 self.num_cached_tokens += event.num_tokens
         for request_id in record.sampled_ids:
@@ -76,8 +93,8 @@ class EngineStats:
                 self._last_token.pop(event.request_id, None)
         if record.scheduled_ids:
             self.num_steps += 1
-            self.busy_seconds += record.end - max(record.start, self._last_end)
-            self._last_end = record.end
+        self.busy_seconds += record.end - max(record.start, self._last_end)
+        self._last_end = record.end
         self.num_computed_tokens += sum(record.num_scheduled_tokens)
         self.num_generated_tokens += len(record.sampled_ids)
         self.num_running, self.num_waiting = record.num_running, record.num_waiting
@@ -112,6 +129,7 @@ class EngineStats:
             "waiting": self.num_waiting,
             "finished": sum(self.num_finished.values()),
             "preemptions": self.num_preemptions,
+            "swaps": self.num_swaps,
             "prompt_tokens": self.num_prompt_tokens,
             "generated_tokens": self.num_generated_tokens,
             "tokens_per_second": self.tokens_per_second,

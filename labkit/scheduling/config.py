@@ -1,4 +1,4 @@
-"""The limits that a scheduler keeps to."""
+"""The limits that a scheduler keeps to, and the prices that it compares."""
 
 from __future__ import annotations
 
@@ -32,3 +32,20 @@ class SchedulerConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCost:
+    """What the two ways cost to bring a preempted request back, as measured on the device; free unless measured.
+
+    Attributes:
+        seconds_per_swapped_block: copying one block to host memory or back.
+        seconds_per_computed_token: computing one token of a long prompt.
+    """
+
+    seconds_per_swapped_block: float = 0.0
+    seconds_per_computed_token: float = 0.0
+
+    def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether moving ``num_blocks`` out and in again is no dearer than computing their ``num_tokens`` anew."""
+        return 2 * num_blocks * self.seconds_per_swapped_block <= num_tokens * self.seconds_per_computed_token

@@ -31,7 +31,9 @@ class Request:
 
     Attributes:
         token_ids: prompt tokens, then generated ones.
-        num_computed_tokens: how many of them have K and V in the cache, or will have after the steps under way.
+        num_computed_tokens: how many of them have K and V in the cache, or will have after the steps under way; of a
+            waiting request, how many have them in host memory.
+        is_arriving: its blocks are on their way back from host memory; it runs when they are there.
         num_sequences: sequences that this one stands for: n until it gets its first token and forks, then 1.
         max_num_tokens: the length at which it ends, set by the scheduler that takes it.
         block_table: the allocator's own list while it runs.
@@ -49,6 +51,7 @@ class Request:
         "block_table",
         "cache_salt",
         "finish_reason",
+        "is_arriving",
         "logprobs",
         "max_num_tokens",
         "num_cached_tokens",
@@ -99,6 +102,7 @@ class Request:
         self.queue_key: tuple[int, int, int] = (priority, 0, 0)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
+        self.is_arriving = False
         self.num_sequences = sampling_params.n
         self.max_num_tokens = self.max_total_tokens(sys.maxsize)
         self.block_table: Sequence[int] = ()
@@ -147,6 +151,8 @@ class Request:
         seen. It waits instead if the pending token will be its last for certain, if it is about to fork, or if its
         sampling looks back at its own tokens.
         """
+        if self.is_arriving:
+            return 0
         pending = self.num_pending_tokens
         num_tokens = len(self.token_ids) + pending
         if pending and (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from labkit.memory import KVAllocator
 
-from .config import SchedulerConfig
+from .config import PreemptionCost, SchedulerConfig
 from .request import Request
 from .scheduler import Scheduler
 
@@ -18,8 +18,10 @@ class StaticScheduler(Scheduler):
     is full, the pool is, or no one waits.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVAllocator) -> None:
-        super().__init__(config, kv)
+    def __init__(
+        self, config: SchedulerConfig, kv: KVAllocator, preemption_cost: PreemptionCost = PreemptionCost()
+    ) -> None:
+        super().__init__(config, kv, preemption_cost)
         self._batch_is_open = True
         self._ended_in_batch: list[Request] = []
 
@@ -36,8 +38,8 @@ class StaticScheduler(Scheduler):
         self._ended_in_batch.append(request)
         self._end_batch_if_nobody_runs()
 
-    def _preempt(self, request: Request) -> None:
-        super()._preempt(request)
+    def _wait(self, request: Request) -> None:
+        super()._wait(request)
         self._end_batch_if_nobody_runs()
 
     def _end_batch_if_nobody_runs(self) -> None:

@@ -28,9 +28,12 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step for an executor: do ``copies``, then run ``requests`` as one batch.
+    """One step for an executor: do ``copies``, then run ``requests`` as one batch; ``requests`` may be empty.
 
     ``copies`` are pairs of (src, dst) block ids; every source is read before any destination is written.
+
+    ``swap_outs``, pairs of (block, host block), and ``swap_ins``, (host block, block), may run beside the batch, which
+    touches none of these blocks: after all steps before this one, and done when the step's result is collected.
 
     ``ended_ids`` are requests that finished, were aborted or preempted since the last plan: an executor that keeps
     something per request drops it.
@@ -40,6 +43,13 @@ class StepPlan:
     requests: tuple[ScheduledRequest, ...]
     copies: tuple[tuple[int, int], ...] = ()
     ended_ids: tuple[str, ...] = ()
+    swap_outs: tuple[tuple[int, int], ...] = ()
+    swap_ins: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute and nothing to move."""
+        return not (self.requests or self.swap_outs or self.swap_ins)
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -57,9 +67,11 @@ class StepResult:
         prompt_logprobs: for requests that asked, one mapping for each *next* token of the positions computed in
             this step that lies inside the prompt.
         failed: requests that could not be computed, with the reason; the others are not affected.
+        swaps_done: whether the plan's swaps were carried out; if not, their requests are computed again.
     """
 
     token_ids: Mapping[str, Sequence[int]]
     logprobs: Mapping[str, Sequence[Mapping[int, float]]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, Sequence[Mapping[int, float]]] = field(default_factory=dict)
     failed: Mapping[str, Exception] = field(default_factory=dict)
+    swaps_done: bool = True
