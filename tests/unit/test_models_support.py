@@ -53,7 +53,7 @@ def test_refused_from_the_config_alone(model_type, changes, reason):
 
 SUPPORTED = (
     "llama qwen2 qwen3 mistral gemma2 gemma3_text gemma3n_text gpt_oss phi3 gpt2 opt olmo2 deepseek_v3 stablelm "
-    "mixtral starcoder2 cohere2 biogpt longcat_flash gptj"
+    "mixtral starcoder2 cohere2 biogpt longcat_flash"
 )
 
 
