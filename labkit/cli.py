@@ -16,14 +16,33 @@ app = typer.Typer(
 )
 models = typer.Typer(no_args_is_help=True, help="The embedded model.")
 app.add_typer(models, name="models")
+bench = typer.Typer(no_args_is_help=True, help="Measure, and write what was measured with where it comes from.")
+app.add_typer(bench, name="bench")
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine has, which attention backend will run and why, and what to do if something is missing."""
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="Hub name, folder or .gguf file; the embedded one if left out.")
+    ] = None,
+) -> None:
+    """Say what this machine has and which attention backend will run, and whether a model can be served here.
+
+    Ends with exit code 1 if the model is refused.
+    """
     from labkit.environment import env_report
 
-    typer.echo(repr(env_report()))
+    machine = env_report()
+    if model is None:
+        typer.echo(repr(machine))
+    if machine.backend.attention == "none":  # the engine cannot be imported, and the report has said so
+        raise typer.Exit(1)
+    from labkit.model_report import model_report
+
+    report = model_report(model)
+    typer.echo(repr(report))
+    if not report.support.supported:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -92,6 +111,44 @@ def fetch() -> None:
     from labkit.models import embedded
 
     typer.echo(str(embedded.fetch()))
+
+
+@bench.command("serve")
+def bench_serve_command(
+    shape: Annotated[str, typer.Option(help="Random weights of a known model's shape.")] = "smollm2-135m",
+    system: Annotated[
+        list[str] | None, typer.Option(help="labkit, transformers-generate or transformers-cb; may be repeated.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="A shipped length table, such as azure-conv; else lognormal lengths.")
+    ] = None,
+    num_requests: Annotated[int, typer.Option(help="Requests to serve.")] = 256,
+    rate: Annotated[float | None, typer.Option(help="Arrivals a second (Poisson); else all at once.")] = None,
+    max_model_len: Annotated[int, typer.Option(help="Longest request.")] = 1536,
+    out: Annotated[Path | None, typer.Option(help="JSON file to add the rows to.")] = None,
+) -> None:
+    """Serve the same requests with labkit and with what transformers offers; prints tokens/s and their ratio."""
+    from labkit import experiments
+
+    rows = experiments.bench_serve_shape(shape, system or ["labkit"], lengths, num_requests, rate, max_model_len)
+    typer.echo(experiments.table(rows).to_string(index=False))
+    if out is not None:
+        experiments.save_rows(out, rows, experiments.provenance())
+
+
+@bench.command("kernels")
+def bench_kernels_command(
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="decode, prefill, mixed, write, swap or steps.")] = None,
+) -> None:
+    """What the attention kernels reach on this GPU, beside its own ceilings and the peers that are installed."""
+    import json
+
+    from labkit.kernels import bench as kernel_bench
+
+    results = kernel_bench.run(only)
+    if out is not None:
+        out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def main() -> None:

@@ -1,15 +1,15 @@
 """Make it run: the paged engine around a Hugging Face model.
 
 Exports :class:`LLM` (the front door), what it returns (:class:`RequestOutput`, :class:`CompletionOutput`,
-:class:`Logprob`), and its parts: :class:`ModelExecutor`, :class:`KVStorage`, :class:`MemoryMonitor` and
-:func:`choose_backend`.
+:class:`Logprob`), and its parts: :class:`ModelExecutor`, :class:`KVStorage`, :class:`MemoryMonitor`,
+:func:`choose_backend` and :func:`cpu_pool_bytes`.
 """
 
 from .backends import choose_backend
 from .kv_storage import KVStorage
 from .llm import LLM
 from .memory_monitor import MemoryMonitor, MemorySnapshot
-from .memory_plan import MemoryPlan
+from .memory_plan import MemoryPlan, cpu_pool_bytes
 from .model_executor import ModelExecutor
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
@@ -25,4 +25,5 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "choose_backend",
+    "cpu_pool_bytes",
 ]

@@ -60,6 +60,11 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
+def cpu_pool_bytes(available: int) -> int:
+    """Bytes that a KV pool may take on a CPU of whose memory ``available`` bytes are left: a share, up to a limit."""
+    return min(_CPU_POOL_LIMIT, int(available * _CPU_POOL_SHARE))
+
+
 def plan_memory(
     model: PreTrainedModel,
     shapes: dict[int, LayerShape],
@@ -92,7 +97,7 @@ def plan_memory(
         knobs = "raise gpu_memory_utilization or lower max_num_batched_tokens"
     else:
         memory = psutil.virtual_memory()
-        total, room = memory.total, min(_CPU_POOL_LIMIT, int(memory.available * _CPU_POOL_SHARE))
+        total, room = memory.total, cpu_pool_bytes(memory.available)
         knobs = "free some memory"
     if num_blocks is None:
         num_blocks = max(0, room) // block_bytes

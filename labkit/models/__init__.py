@@ -9,7 +9,7 @@ from .embedded import fetch
 from .fused import FusedAttentionInfo, FusionReport, fuse_decoder_layers
 from .loading import load_model
 from .random_weights import random_model
-from .support import SupportReport, check_support, explain_support, require_supported
+from .support import SupportReport, check_support, explain_support, read_config, require_supported
 
 __all__ = [
     "FusedAttentionInfo",
@@ -21,5 +21,6 @@ __all__ = [
     "fuse_decoder_layers",
     "load_model",
     "random_model",
+    "read_config",
     "require_supported",
 ]

@@ -173,9 +173,14 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 
 def explain_support(name: str | Path | None) -> SupportReport:
-    """The report for a model by hub name, folder or .gguf file, from its config: no weights are fetched or read.
+    """The report for a model by name, from its config: no weights are fetched or read. Raises as :func:`read_config`."""
+    return check_support(read_config(name))
 
-    None is the embedded model. Raises as :func:`load_model` does if there is no such model.
+
+def read_config(name: str | Path | None) -> PreTrainedConfig:
+    """The config of a model by hub name, folder or .gguf file; None is the embedded model.
+
+    Raises as :func:`load_model` does if there is no such model.
     """
     # Loading asks this module before it fetches weights, so it can be imported only now.
     from .embedded import SHAPE_NAME
@@ -187,7 +192,7 @@ def explain_support(name: str | Path | None) -> SupportReport:
     if name is None:
         from labkit.kv_math import model_shape
 
-        return check_support(config_of_shape(model_shape(SHAPE_NAME)))
+        return config_of_shape(model_shape(SHAPE_NAME))
     if str(name).endswith(".gguf"):
-        return check_support(llama_config(GGUFFile(name)))
-    return check_support(load_config(name))
+        return llama_config(GGUFFile(name))
+    return load_config(name)
