@@ -26,7 +26,6 @@ step({"b": 8}, [BlocksFreed("a", (0, 1, 2))])
 PLAYER = TRACE + "from labkit.widgets import BlockTable\nBlockTable.from_trace(trace)"
 
 LIVE = """
-import labkit
 from labkit.core import Engine
 from labkit.memory import KVCacheManager
 from labkit.observe import Trace
