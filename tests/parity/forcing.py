@@ -34,24 +34,19 @@ class ForcedRun:
 def run_forced(llm: LLM, sequences: Sequence[list[int]], num_prompt_tokens: Sequence[int]) -> ForcedRun:
     """Generate with each sequence cut after its prompt, taking the rest of it instead of what would be sampled."""
     seen: dict[str, dict[int, torch.Tensor]] = {}
-    with _sampling_replaced(
-        dict(zip(map(tuple, _prompts(sequences, num_prompt_tokens)), sequences, strict=True)), seen
-    ):
-        params = [
-            SamplingParams(max_tokens=len(ids) - count, temperature=0, ignore_eos=True)
-            for ids, count in zip(sequences, num_prompt_tokens, strict=True)
-        ]
-        outputs = llm.generate(_prompts(sequences, num_prompt_tokens), params, use_tqdm=False)
+    prompts = [list(ids[:count]) for ids, count in zip(sequences, num_prompt_tokens, strict=True)]
+    params = [
+        SamplingParams(max_tokens=len(ids) - len(prompt), temperature=0, ignore_eos=True)
+        for ids, prompt in zip(sequences, prompts, strict=True)
+    ]
+    with _sampling_replaced(dict(zip(map(tuple, prompts), sequences, strict=True)), seen):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     logits = []
     for output, ids, count in zip(outputs, sequences, num_prompt_tokens, strict=True):
         assert output.outputs[0].token_ids == list(ids[count:])
         rows = seen[output.request_id]
         logits.append(torch.stack([rows[position] for position in range(count, len(ids))]))
     return ForcedRun(logits, outputs)
-
-
-def _prompts(sequences: Sequence[list[int]], num_prompt_tokens: Sequence[int]) -> list[list[int]]:
-    return [list(ids[:count]) for ids, count in zip(sequences, num_prompt_tokens, strict=True)]
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from .forcing import assert_same_logits, reference_logits, run_forced
 from .tiny_models import TINY, VOCAB_SIZE
 
 NUM_PROMPT_TOKENS = [18, 5]
-NUM_NEW_TOKENS = [3, 4]
+NUM_NEW_TOKENS = [2, 3]
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here; tests/kernel runs them on the GPU"
 )
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gemma3n"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_same_logits_as_transformers(name):
     model = TINY[name]()
     generator = torch.Generator().manual_seed(1)

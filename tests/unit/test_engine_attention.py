@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, Gemma3nForCausalLM, Gemma3nTextConfig, LlamaForCausalLM
 
+from labkit.engine import LLM
 from labkit.engine.attention import ATTENTION_NAME, attach, detach
 from labkit.engine.backends import choose_backend, load_backend
 from labkit.engine.input_batch import InputBatch, stage_inputs
@@ -170,6 +171,15 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused():
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
     with pytest.raises(ValueError, match=r"BloomForCausalLM.*attention"):
         attach(BloomForCausalLM(config))
+
+
+def test_a_window_that_never_reaches_attention_is_refused(tiny_llama):
+    tiny_llama.config.sliding_window = 8  # llama layers know nothing of it
+    try:
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM.*sliding window of layers \[0, 1, 2\]"):
+            LLM(tiny_llama)
+    finally:
+        del tiny_llama.config.sliding_window
 
 
 def test_calling_an_attached_model_outside_the_engine_says_what_to_do(tiny_llama):
