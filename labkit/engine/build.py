@@ -176,7 +176,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
     fused: FusedModel | None = None
     try:
         shapes = record_layer_shapes(model)
-        _require_windows_to_arrive(model, shapes)
+        require_windows_to_arrive(model, shapes)
         if backend_name == "triton" and model.device.type == "cuda" and not options.enforce_eager:
             fused = FusedModel(model)
         max_num_batched_tokens = options.max_num_batched_tokens
@@ -217,7 +217,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
     return BuiltEngine(engine, executor, storage, memory, backend_name, fused)
 
 
-def _require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:
+def require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:
     """Raise ValueError if the config sets a sliding window that lives in the mask only, which we never see."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None)

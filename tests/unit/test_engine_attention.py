@@ -11,6 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM, Gemma3nForCausalLM, Gemm
 from labkit.engine import LLM
 from labkit.engine.attention import ATTENTION_NAME, attach, detach
 from labkit.engine.backends import choose_backend, load_backend
+from labkit.engine.build import require_windows_to_arrive
 from labkit.engine.input_batch import InputBatch, stage_inputs
 from labkit.engine.kv_storage import KVStorage, bytes_per_block, record_layer_shapes
 from labkit.engine.torch_attention import TorchPagedAttention
@@ -174,9 +175,15 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused():
 
 
 def test_a_window_that_never_reaches_attention_is_refused(tiny_llama):
+    attach(tiny_llama)
+    shapes = record_layer_shapes(tiny_llama)
+    detach(tiny_llama)
+    require_windows_to_arrive(tiny_llama, shapes)
     tiny_llama.config.sliding_window = 8  # llama layers know nothing of it
     try:
         with pytest.raises(ValueError, match=r"LlamaForCausalLM.*sliding window of layers \[0, 1, 2\]"):
+            require_windows_to_arrive(tiny_llama, shapes)
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM.*not supported.*sliding window"):
             LLM(tiny_llama)
     finally:
         del tiny_llama.config.sliding_window
