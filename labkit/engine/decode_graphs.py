@@ -123,7 +123,13 @@ class DecodeGraphs:
         count = len(plan.requests)
         rows = [entry.request for entry in plan.requests]
         # Mostly the same requests decode again, each one token further, with tokens that the device has in this order.
-        if rows == self._rows and carried == self._in_order[:count] and not plan.copies and not plan.ended_ids:
+        if (
+            rows == self._rows
+            and carried == self._in_order[:count]
+            and plan.requests[0].num_computed_tokens == self._host_numbers[_POSITION, 0] + 1  # no step came between
+            and not plan.copies
+            and not plan.ended_ids
+        ):
             self._go_on(plan)
         else:
             self._lay_out(plan, carried)

@@ -16,6 +16,7 @@ from labkit.scheduling import Request, StepPlan, StepResult
 from .backends import Backend
 from .decode_graphs import DecodeGraphs
 from .forward_context import attention_handled_by
+from .host_blocks import HostBlocks
 from .input_batch import InputBatch, stage_inputs
 from .kv_storage import KVStorage
 from .logits_rows import LogitsRows
@@ -28,7 +29,8 @@ from .upload import download, upload
 class _UnderWay:
     """A submitted step: its tokens are on their way to the host; logits are kept where log-probabilities are due.
 
-    ``wanted`` is None for the plainest of steps: one token of each request, all of them the argmax.
+    ``wanted`` is None for the plainest of steps: one token of each request, all of them the argmax. ``landed`` is the
+    event after which the plan's swaps are done.
     """
 
     plan: StepPlan
@@ -37,6 +39,7 @@ class _UnderWay:
     wanted: LogitsRows | None = None
     sample_logits: torch.Tensor | None = None
     prompt_logits: torch.Tensor | None = None
+    landed: torch.cuda.Event | None = None
 
 
 class ModelExecutor:
@@ -47,8 +50,17 @@ class ModelExecutor:
     travel to the host meanwhile. Decode batches run through CUDA graphs once :meth:`capture_graphs` was called.
     """
 
-    def __init__(self, model: PreTrainedModel, storage: KVStorage, backend: Backend, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        storage: KVStorage,
+        backend: Backend,
+        max_num_seqs: int,
+        host_blocks: HostBlocks | None = None,
+    ) -> None:
+        """``host_blocks`` is needed for plans that hold swaps."""
         self.model = model
+        self.host_blocks = host_blocks
         self.storage = storage
         self.backend = backend
         self.device = model.device
@@ -112,11 +124,19 @@ class ModelExecutor:
                 f"the device failed in an earlier step ({self._fault}); its memory cannot be trusted any more: "
                 "restart the process"
             )
+        landed = None
         try:
-            self._submit(plan)
+            landed = self._start_swaps(plan)
+            if plan.requests:
+                self._compute(plan)
+            else:
+                self._under_way.append(_UnderWay(plan, torch.empty(0, dtype=torch.int64), None))
+            self._under_way[-1].landed = landed
         except Exception as error:
             self._newest_index.clear()
             self._note_fault(error)
+            if landed is not None and self._fault is None:
+                landed.synchronize()  # the caller may use the blocks again at once
             raise
 
     def collect(self) -> StepResult:
@@ -125,12 +145,22 @@ class ModelExecutor:
         try:
             if step.arrived is not None:
                 step.arrived.synchronize()  # the step's one wait for the device
+            if step.landed is not None:
+                step.landed.synchronize()
             return _result(step)
         except Exception as error:
             self._note_fault(error)
             raise
 
-    def _submit(self, plan: StepPlan) -> None:
+    def _start_swaps(self, plan: StepPlan) -> torch.cuda.Event | None:
+        """Start the plan's copies from and to host memory, beside the steps to come."""
+        if not (plan.swap_outs or plan.swap_ins):
+            return None
+        if self.host_blocks is None:
+            raise RuntimeError("the plan swaps blocks, but this executor was made without host_blocks")
+        return self.host_blocks.start_copies(plan.swap_outs, plan.swap_ins)
+
+    def _compute(self, plan: StepPlan) -> None:
         self.storage.copy_blocks(plan.copies)
         carried = self._carried(plan)
         if self.graphs is not None and self.graphs.fits(plan):

@@ -32,9 +32,7 @@ class Scheduler:
       run can reach their full length, so preemptions per request are bounded.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, kv: KVAllocator, preemption_cost: PreemptionCost = PreemptionCost()
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVAllocator) -> None:
         """Raises ValueError if the pool cannot hold one sequence of ``max_model_len`` tokens."""
         if kv.blocks_for(config.max_model_len) > kv.num_blocks:
             raise ValueError(
@@ -45,7 +43,7 @@ class Scheduler:
             )
         self.config = config
         self.kv = kv
-        self.preemption_cost = preemption_cost
+        self.preemption_cost = PreemptionCost()  # replace it by what was measured
         self.running: list[Request] = []  # both lists in order of (priority, arrival)
         self.waiting: list[Request] = []
         self._families: dict[str, list[Request]] = {}  # unfinished sequences by the id of their request

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from labkit.memory import KVAllocator
 
-from .config import PreemptionCost, SchedulerConfig
+from .config import SchedulerConfig
 from .request import Request
 from .scheduler import Scheduler
 
@@ -18,10 +18,8 @@ class StaticScheduler(Scheduler):
     is full, the pool is, or no one waits.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, kv: KVAllocator, preemption_cost: PreemptionCost = PreemptionCost()
-    ) -> None:
-        super().__init__(config, kv, preemption_cost)
+    def __init__(self, config: SchedulerConfig, kv: KVAllocator) -> None:
+        super().__init__(config, kv)
         self._batch_is_open = True
         self._ended_in_batch: list[Request] = []
 

@@ -281,7 +281,8 @@ def test_swapping_changes_no_token_and_computes_less(depth: int):
         rng = random.Random(0)
         kv = KVCacheManager(24, BLOCK_SIZE, num_host_blocks=num_host_blocks, enable_prefix_caching=False)
         config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=32, max_model_len=92)
-        engine = Engine(Scheduler(config, kv, cost), RememberingExecutor(rng, depth))
+        engine = Engine(Scheduler(config, kv), RememberingExecutor(rng, depth))
+        engine.scheduler.preemption_cost = cost
         requests = [random_request(rng, number) for number in range(60)]
         for request in requests:
             engine.add_request(request)
