@@ -120,7 +120,7 @@ def bench_serve_command(
         list[str] | None, typer.Option(help="labkit, transformers-generate or transformers-cb; may be repeated.")
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="A shipped length table, such as azure-conv; else lognormal lengths.")
+        str | None, typer.Option(help="A shipped length table, such as azure_conv; else lognormal lengths.")
     ] = None,
     num_requests: Annotated[int, typer.Option(help="Requests to serve.")] = 256,
     rate: Annotated[float | None, typer.Option(help="Arrivals a second (Poisson); else all at once.")] = None,

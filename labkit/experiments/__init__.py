@@ -5,7 +5,8 @@ comes from. Exports :func:`bench_serve` with the workloads it runs.
 """
 
 from .provenance import provenance
-from .serving import SYSTEMS, ServeRow, bench_serve
+from .serve_report import save_rows, table
+from .serving import SYSTEMS, ServeRow, bench_serve, bench_serve_shape
 from .serving_workload import ServeRequest, standard_workload, table_workload
 
 __all__ = [
@@ -13,7 +14,10 @@ __all__ = [
     "ServeRequest",
     "ServeRow",
     "bench_serve",
+    "bench_serve_shape",
     "provenance",
+    "save_rows",
     "standard_workload",
+    "table",
     "table_workload",
 ]

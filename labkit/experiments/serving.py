@@ -13,9 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from labkit.engine import LLM
+from labkit.models import random_model
 from labkit.scheduling import SamplingParams
+from labkit.simulation import LengthTable, all_at_once, poisson_arrivals, sample_workload
 
-from .serving_workload import ServeRequest
+from .serving_workload import ServeRequest, standard_workload, table_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,35 @@ def bench_serve(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return rows
+
+
+def bench_serve_shape(
+    shape: str,
+    systems: Sequence[str],
+    lengths: str | None = None,
+    num_requests: int = 256,
+    rate: float | None = None,
+    max_model_len: int = 1536,
+    seed: int = 0,
+) -> list[ServeRow]:
+    """:func:`bench_serve` for random weights of a known shape.
+
+    ``lengths`` names a shipped length table, None means :func:`standard_workload`; ``rate`` is arrivals a second,
+    None means that all are there at once.
+    """
+    model = random_model(shape)
+    vocab_size = model.config.vocab_size
+    if lengths is None and rate is None:
+        requests = standard_workload(vocab_size, num_requests)
+        name = f"lognormal, {num_requests} at once"
+    else:
+        times = all_at_once(num_requests) if rate is None else poisson_arrivals(num_requests, rate, seed)
+        workload = sample_workload(LengthTable.load(lengths or "azure_conv"), times, seed)
+        requests = table_workload(workload, vocab_size, max_model_len, seed)
+        name = f"{lengths or 'azure_conv'}, {len(requests)} " + ("at once" if rate is None else f"at {rate:g}/s")
+    return bench_serve(
+        model, requests, systems=systems, model_name=shape, workload_name=name, max_model_len=max_model_len
+    )
 
 
 def serve_with_labkit(model: PreTrainedModel, requests: Sequence[ServeRequest], **llm_options: Any) -> dict[str, Any]:
@@ -186,7 +217,7 @@ def _forced(num_tokens: int) -> SamplingParams:
 
 SYSTEMS: dict[str, Callable[..., dict[str, Any]]] = {
     "labkit": serve_with_labkit,
-    "transformers generate, sdpa, static": serve_with_generate,
-    "transformers continuous batching, sdpa": serve_with_continuous_batching,
+    "transformers-generate": serve_with_generate,
+    "transformers-cb": serve_with_continuous_batching,
 }
 """What can serve, by the name that stands in the table."""

@@ -1,0 +1,32 @@
+"""Serving results as a file and as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .serving import ServeRow
+
+
+def save_rows(path: Path, rows: Sequence[ServeRow], provenance: dict[str, Any]) -> None:
+    """Add ``rows`` to the JSON file at ``path``, in place of earlier ones of the same model, system and workload."""
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    new = [asdict(row) for row in rows]
+    keys = ("model", "system", "workload", "kv_format")
+    replaced = {tuple(row[key] for key in keys) for row in new}
+    kept = [row for row in earlier if tuple(row[key] for key in keys) not in replaced]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"provenance": provenance, "rows": kept + new}, indent=1) + "\n")
+
+
+def table(rows: Sequence[ServeRow]) -> pd.DataFrame:
+    """The figures that people compare, one row a system, with the ratio to the first row's tokens/s."""
+    frame = pd.DataFrame([asdict(row) for row in rows])
+    frame["ratio"] = frame["tokens_per_second"] / frame["tokens_per_second"].iloc[0]
+    columns = ["model", "system", "workload", "tokens_per_second", "ratio", "ttft_p50_s", "itl_p50_s", "itl_p99_s"]
+    return frame.loc[:, columns]
