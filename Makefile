@@ -1,5 +1,6 @@
 # make lab      open the first lesson in JupyterLab          make lab LAB_ARGS="--no-browser --port 8899"
 # make test     lint, types, import layers, then every test  make test PYTEST_ARGS="-k block_pool"   NO_BROWSER=1
+# make bench    speed of allocator and scheduler, measured
 # make clean    remove the environment and what builds left behind
 #
 # PYTHON=python3.12    the interpreter that the environment is made with (3.11 or newer)
@@ -16,7 +17,10 @@ INSTALLED := $(VENV)/.installed
 MODEL := $(VENV)/.model
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: lab test lint env clean constraints
+# OpenMP threads that wait by spinning make a busy machine several times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: lab test bench lint env clean constraints
 
 lab: $(MODEL)
 	$(BIN)/jupyter lab $(AS_ROOT) --ServerApp.root_dir="$(CURDIR)" notebooks/00_start_here.ipynb $(LAB_ARGS)
@@ -45,6 +49,10 @@ lint: $(INSTALLED)
 test: lint $(MODEL)
 	$(if $(NO_BROWSER),,$(BIN)/python tests/browser/find_browser.py)
 	$(BIN)/pytest tests notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=120 $(PYTEST_ARGS)
+
+# Speed of the control plane, on a calm machine; nothing is asserted.
+bench: $(INSTALLED)
+	$(BIN)/pytest tests/benchmarks/bench_control_plane.py -o python_functions='bench_*' --benchmark-columns=min,median,max,rounds
 
 # Rewrites the pins below the comment of constraints.txt from the environment in .venv.
 constraints: $(INSTALLED)

@@ -17,6 +17,8 @@ HAS_CUDA = bool(list_gpus()) and not metadata.version("torch").endswith("+cpu")
 if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
+# Threads that wait for each other by spinning make a busy machine several times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
