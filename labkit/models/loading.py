@@ -60,7 +60,7 @@ def load_model(
         folder, shown_name = embedded.fetch(), f"{embedded.NAME}, Q4_1 weights dequantised"
         model = _load_folder(folder, chosen or torch.bfloat16, trust_remote_code=False)
         own_tokenizer = _load_tokenizer(folder, False) if wants_own_tokenizer else None
-    elif (path := _checked_path(name)).suffix == ".gguf":
+    elif (path := checked_path(name)).suffix == ".gguf":
         gguf, shown_name = GGUFFile(path), path.stem
         own_tokenizer = gguf_tokenizer(gguf) if wants_own_tokenizer else None
         model = llama_model(gguf, chosen or torch.bfloat16)
@@ -84,7 +84,7 @@ def load_model(
 
 def load_config(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The config of a folder's or the hub's model, without its weights. Raises as :func:`load_model` does."""
-    path = _checked_path(name)
+    path = checked_path(name)
     if not path.is_dir():
         path = hub.config_folder(str(name), revision, trust_remote_code)
     if not (path / "config.json").exists():
@@ -122,7 +122,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     raise ValueError(f"dtype must be 'auto', {', '.join(map(repr, _DTYPES))} or the torch dtype, got {dtype!r}")
 
 
-def _checked_path(name: str | Path) -> Path:
+def checked_path(name: str | Path) -> Path:
     """``name`` as a path; what is clearly meant as a path must exist."""
     if not isinstance(name, str | Path):
         raise TypeError(f"name must be a hub name, a folder, a .gguf file or None, got {name!r}")

@@ -173,7 +173,7 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 
 def explain_support(name: str | Path | None) -> SupportReport:
-    """The report for a model by name, from its config: no weights are fetched or read. Raises as :func:`read_config`."""
+    """The report for a model by name; no weights are fetched or read. Raises as :func:`read_config` does."""
     return check_support(read_config(name))
 
 
@@ -186,13 +186,13 @@ def read_config(name: str | Path | None) -> PreTrainedConfig:
     from .embedded import SHAPE_NAME
     from .gguf import GGUFFile
     from .gguf_llama import llama_config
-    from .loading import load_config
+    from .loading import checked_path, load_config
     from .random_weights import config_of_shape
 
     if name is None:
         from labkit.kv_math import model_shape
 
         return config_of_shape(model_shape(SHAPE_NAME))
-    if str(name).endswith(".gguf"):
-        return llama_config(GGUFFile(name))
+    if (path := checked_path(name)).suffix == ".gguf":
+        return llama_config(GGUFFile(path))
     return load_config(name)
