@@ -173,7 +173,7 @@ class AttentionLaunch:
         return dict(
             GROUP=self.group, HEAD_DIM_K=self.q.shape[2], HEAD_DIM_V=self.kv.v.shape[3], DK=self.dk, DV=self.dv,
             BLOCK_SIZE=self.kv.block_size, SAME_STRIDES=self.kv.k.stride() == self.kv.v.stride(),
-            SEQS=next(n for n in (16, 256, 1024, triton.next_power_of_2(num_seqs)) if num_seqs <= n),
+            SEQS=next(n for n in (32, 256, 1024, triton.next_power_of_2(num_seqs)) if num_seqs <= n),
             SOFTCAP=self.softcap is not None, WINDOWED=self.sliding_window is not None,
             HAS_SINKS=self.sinks is not None, PRECISION="ieee" if self.q.element_size() == 4 else "tf32",
         )  # fmt: skip
@@ -182,7 +182,7 @@ class AttentionLaunch:
         rows = triton.next_power_of_2(self.group) if max_query_len == 1 else tile.block_m
         pairs = self.seq_lens.shape[0] * self.kv.num_kv_heads
         programs = min(
-            decode_programs(pairs, tile.programs_per_sm * num_sms), workspace.partial_m.shape[0] // (2 * rows)
+            decode_programs(pairs, tile.programs_per_sm, num_sms), workspace.partial_m.shape[0] // (2 * rows)
         )
         arguments = (
             *self.tensors(), workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,

@@ -114,7 +114,7 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 def report(capabilities: tuple[int, ...] = (80, 90, 100)) -> Iterator[dict[str, Any]]:
     for capability in capabilities:
         for heads in HEADS:
-            for kind, pairs_per_sm in (("decode", 0), ("decode", 64), ("prefill", 0)):
+            for kind, pairs_per_sm in (("decode", 0), ("decode", 1), ("decode", 64), ("prefill", 0)):
                 call = example_call(kind, capability, heads, pairs_per_sm=pairs_per_sm)
                 row = {"kernel": kind, "sm": capability, "heads": heads, "tile": asdict(call.tile)}
                 yield row | compile_call(call, capability)

@@ -77,13 +77,13 @@ def attend(
         if WINDOWED:
             inside = inside & (pos >= visible_from)
         # The block is looked up for each key, so BLOCK_N and the block size are independent. 64-bit: a cache may
-        # hold more than 2^31 numbers. What lies outside is never read: unused slots may hold NaN, and 0 x NaN = NaN.
+        # hold more than 2^31 numbers. Outside, K is read from block 0 and its scores are dropped, which costs no mask;
+        # V is never read: unused slots may hold NaN, and 0 x NaN = NaN.
         block = tl.load(table_row + pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         k_row = block * k_block + (pos % BLOCK_SIZE) * k_slot
         v_row = k_row if SAME_STRIDES else block * v_block + (pos % BLOCK_SIZE) * v_slot  # saves registers
-        k_ok = inside[:, None] & (dk < HEAD_DIM_K)[None, :]
         v_ok = inside[:, None] & (dv < HEAD_DIM_V)[None, :]
-        k_tile = tl.load(k + k_row[:, None] + dk[None, :], mask=k_ok, other=0.0)
+        k_tile = tl.load(k + k_row[:, None] + dk[None, :], mask=(dk < HEAD_DIM_K)[None, :], other=0.0)
         v_tile = tl.load(v + v_row[:, None] + dv[None, :], mask=v_ok, other=0.0)
 
         scores = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), inner_scale, SOFTCAP)

@@ -10,8 +10,8 @@ Tiles left of the diagonal need no mask: a first loop runs over them without one
 GQA packing the tile of BLOCK_M rows covers few tokens, so little lies on the diagonal.
 
 The grid is an upper bound known on the host, num_tokens // BLOCK_Q + num_seqs tiles of BLOCK_Q tokens. Each program
-finds its sequence among all of them and leaves when it is past the end. Programs start in order, so the line of tiles is served
-from its end: the last tile of a sequence sees the most keys, and the short ones fill the gaps when the work runs out.
+finds its sequence among all of them and leaves when it is past the end. Programs start in order, so the line of tiles
+is served from its end: the last tile of a sequence sees the most keys, and the short ones fill the gaps when the work runs out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def attend(
             if WINDOWED:
                 inside = inside & (pos >= visible_from)
             block = tl.load(table_row + pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            k_ok = inside[:, None] & k_ok
             v_ok = inside[:, None] & v_ok
         else:
             block = tl.load(table_row + pos // BLOCK_SIZE).to(tl.int64)

@@ -38,6 +38,7 @@ class PrefillTile:
 
 
 ANY = 1 << 30
+MANY_PAIRS = 16  # a multiprocessor: about four programs in turn for each of the four that fit side by side
 
 # 16-bit KV. Rows (query heads a KV head <=, head size <=, (sequence, KV head) pairs a multiprocessor <=, tile); the
 # first row that fits is taken. Few pairs must be split over many programs, many pairs keep them busy as they are.
@@ -54,10 +55,12 @@ DECODE = {
     ],
     90: [
         (ANY, 64, ANY, DecodeTile(16, 32, 1, 5, 6, 256)),
-        (1, 128, 2, DecodeTile(16, 64, 4, 5, 2, 256)),
-        (1, 128, ANY, DecodeTile(16, 32, 4, 5, 4, 256, 128)),
+        (1, 128, 8, DecodeTile(16, 64, 2, 5, 2, 256)),
+        (1, 128, ANY, DecodeTile(16, 64, 2, 5, 32, 256)),
+        (16, 128, 0.5, DecodeTile(16, 128, 4, 5, 1, 128)),
         (16, 128, 2, DecodeTile(16, 64, 2, 5, 2, 128)),
         (16, 128, ANY, DecodeTile(16, 64, 2, 3, 4, 256)),
+        (ANY, 128, 0.5, DecodeTile(32, 128, 4, 5, 1, 128)),
         (ANY, 128, ANY, DecodeTile(32, 64, 4, 5, 2, 256)),
         (ANY, 192, ANY, DecodeTile(16, 32, 2, 3, 6, 256)),
         (ANY, 256, ANY, DecodeTile(16, 64, 4, 3, 2, 256)),
@@ -100,15 +103,18 @@ def decode_tile(
     return replace(tile, block_m=block_m, block_n=max(16, tile.block_n * 2 // max(2, element_size)))
 
 
-def decode_programs(pairs: int, resident: int) -> int:
-    """Programs of a decode launch over `pairs` (sequence, KV head) pairs, when `resident` programs run at a time.
+def decode_programs(pairs: int, programs_per_sm: int, num_sms: int) -> int:
+    """Programs of a decode launch over `pairs` (sequence, KV head) pairs.
 
-    Few pairs: every program runs at once, and their number is a multiple of the pairs where that costs little, so
-    that sequences of equal length are cut alike. Very many pairs: one program a pair, which the GPU hands out as
-    others end. In between that would leave most of the GPU idle during a last, partial wave: equal shares again.
+    Few pairs: programs_per_sm a multiprocessor, rounded to a multiple of the pairs where that costs little, so that
+    sequences of equal length are cut alike. Very many pairs: one program a pair, handed out as others end. In between,
+    one a pair would leave most of the GPU idle during a last, partial wave: equal shares again.
     """
-    if pairs >= 3 * resident:
+    resident = programs_per_sm * num_sms
+    if pairs >= max(resident, MANY_PAIRS * num_sms):
         return pairs
+    if pairs > resident:
+        return resident
     whole = resident // pairs * pairs
     return whole if whole * 10 >= resident * 9 else resident
 
