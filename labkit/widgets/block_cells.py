@@ -4,7 +4,7 @@ One block is a *cell* of three 32-bit words, little endian:
 
     word 0    number of the request that holds it, from 1; 0 for a free block
     word 1    logical index in that request's block table
-    word 2    bits 0-15 tokens written, 16-30 ref_cnt, 31 findable in the prefix cache
+    word 2    bits 0-15 tokens written, 16-29 ref_cnt, 30 in flight (a swap), 31 findable in the prefix cache
 
 A whole trace is sent once, as the cells that each step changed: see :func:`encode_trace`.
 """
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from labkit.observe import BlockTableState, StepRecord, Trace
 
 MAX_TOKENS_PER_BLOCK = 0xFFFF
-MAX_REF_CNT = 0x7FFF
+MAX_REF_CNT = 0x3FFF
 MAX_CHANGES = 4_000_000
 """Changed cells that a player holds: 64 MB in the browser."""
 
@@ -32,27 +32,29 @@ Cells = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class PoolSplit:
-    """What the cells say about the pool; the four kinds of slots add up to all of them."""
+    """What the cells say about the pool; the five kinds of slots add up to all of them."""
 
     num_blocks: int
     block_size: int
     num_referenced_blocks: int
     num_cached_free_blocks: int
+    num_in_flight_blocks: int
     num_live_tokens: int
 
     @property
     def num_free_blocks(self) -> int:
-        return self.num_blocks - self.num_referenced_blocks - self.num_cached_free_blocks
+        return self.num_blocks - self.num_referenced_blocks - self.num_cached_free_blocks - self.num_in_flight_blocks
 
     @property
     def num_fragmented_slots(self) -> int:
         return self.num_referenced_blocks * self.block_size - self.num_live_tokens
 
     def __str__(self) -> str:
+        in_flight = f"{self.num_in_flight_blocks} in flight, " if self.num_in_flight_blocks else ""
         return (
             f"{self.num_referenced_blocks} of {self.num_blocks} blocks in use, {self.num_live_tokens} live tokens, "
             f"{self.num_fragmented_slots} slots fragmented, {self.num_cached_free_blocks} blocks cached, "
-            f"{self.num_free_blocks} free"
+            f"{in_flight}{self.num_free_blocks} free"
         )
 
 
@@ -83,6 +85,7 @@ class CellState:
             table.block_size,
             table.num_referenced_blocks,
             table.num_cached_free_blocks,
+            table.num_in_flight_blocks,
             table.num_live_tokens,
         )
 
@@ -92,7 +95,7 @@ class CellState:
         return (
             0 if view.request_id is None else self._number(view.request_id),
             view.logical_index,
-            view.num_tokens | ref_cnt << 16 | view.is_cached << 31,
+            view.num_tokens | ref_cnt << 16 | view.is_in_flight << 30 | view.is_cached << 31,
         )
 
     def _number(self, request_id: str) -> int:

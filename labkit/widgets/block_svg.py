@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from .block_cells import Cells, PoolSplit
+from .block_cells import MAX_REF_CNT, Cells, PoolSplit
 from .palette import RequestStyle
 
 WIDTH = 720
@@ -46,7 +46,8 @@ def _bar(split: PoolSplit) -> str:
     parts = [
         (split.num_live_tokens, "#0072b2"),
         (split.num_fragmented_slots, "#d55e00"),
-        (split.num_cached_free_blocks * size, "#0072b266"),
+        (split.num_cached_free_blocks * size, "#56b4e999"),
+        (split.num_in_flight_blocks * size, "#cc79a7"),
         (split.num_free_blocks * size, _GREY),
     ]
     x, rects = 0.0, []
@@ -63,7 +64,7 @@ def _grid(cells: Cells, split: PoolSplit, styles: list[RequestStyle], pitch: int
     paths: dict[str, list[str]] = {}
     for block_id, (request, _, word) in enumerate(cells.tolist()):
         x, y = block_id % columns * pitch, block_id // columns * pitch
-        tokens, ref_cnt = word & 0xFFFF, word >> 16 & 0x7FFF
+        tokens, ref_cnt = word & 0xFFFF, word >> 16 & MAX_REF_CNT
         if request == 0:
             paths.setdefault(_GREY, []).append(f"M{x} {y}h{side}v{side}h-{side}z")
             continue

@@ -7,7 +7,8 @@ const SPEEDS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]; // steps a second
 const LEGEND_LENGTH = 14;
 
 const tokensOf = (word) => word & 0xffff;
-const refCntOf = (word) => (word >>> 16) & 0x7fff;
+const refCntOf = (word) => (word >>> 16) & 0x3fff;
+const isInFlight = (word) => ((word >>> 30) & 1) === 1; // a copy to or from host memory holds it
 const isCached = (word) => word >>> 31 === 1;
 
 // ---------------------------------------------------------------- data
@@ -56,7 +57,7 @@ class Recording {
 }
 
 function summarise(cells, blockSize) {
-  const sum = { blocks: cells.length / 3, referenced: 0, cached: 0, live: 0 };
+  const sum = { blocks: cells.length / 3, referenced: 0, cached: 0, inFlight: 0, live: 0 };
   const held = new Map(); // request -> blocks
   for (let i = 0; i < cells.length; i += 3) {
     const word = cells[i + 2];
@@ -64,9 +65,10 @@ function summarise(cells, blockSize) {
       sum.referenced += 1;
       sum.live += tokensOf(word);
       held.set(cells[i], (held.get(cells[i]) ?? 0) + 1);
-    } else if (isCached(word)) sum.cached += 1;
+    } else if (isInFlight(word)) sum.inFlight += 1;
+    else if (isCached(word)) sum.cached += 1;
   }
-  sum.free = sum.blocks - sum.referenced - sum.cached;
+  sum.free = sum.blocks - sum.referenced - sum.cached - sum.inFlight;
   sum.fragmented = sum.referenced * blockSize - sum.live;
   return { ...sum, held };
 }
@@ -116,6 +118,7 @@ function paintCells(pixels, stride, { pitch, columns, side }, cells, blockSize, 
     const refCnt = refCntOf(word);
     if (!refCnt) {
       box(0, 0, side, side, ink.pale);
+      if (isInFlight(word)) for (let x = 0; x < side; x += 3) box(x, 0, 1, side, ink.full);
       continue;
     }
     const tokens = tokensOf(word);
@@ -171,7 +174,7 @@ class View {
     this.root = element("div", "labkit-blocks");
     this.root.dataset.lmSuppressShortcuts = "true"; // else JupyterLab takes the keys for its shortcuts ...
     this.bar = element("div", "labkit-bar", { ariaHidden: "true" });
-    this.bar.append(...["live", "fragmented", "cached", "free"].map((kind) => element("span", `labkit-${kind}`)));
+    this.bar.append(...["live", "fragmented", "cached", "in-flight", "free"].map((kind) => element("span", `labkit-${kind}`)));
     this.summary = element("div", "labkit-summary");
     this.frame = element("div", "labkit-frame");
     this.canvas = element("canvas", "labkit-canvas", { tabIndex: 0, role: "img" });
@@ -231,18 +234,19 @@ class View {
   }
 
   describe() {
-    const { referenced, cached, free, live, fragmented, blocks, held } = summarise(this.cells, this.blockSize);
+    const { referenced, cached, inFlight, free, live, fragmented, blocks, held } = summarise(this.cells, this.blockSize);
     const [step, running, waiting] = this.status;
     const slots = blocks * this.blockSize;
-    const shares = [live, fragmented, cached * this.blockSize, free * this.blockSize];
+    const shares = [live, fragmented, ...[cached, inFlight, free].map((count) => count * this.blockSize)];
     shares.forEach((share, i) => (this.bar.children[i].style.width = `${(100 * share) / slots}%`));
     this.summary.textContent =
       `${referenced.toLocaleString("en")} of ${plural(blocks, "block")} in use · ${plural(live, "live token")} · ` +
       `fragmentation ${percent(fragmented, referenced * this.blockSize)} · ${cached.toLocaleString("en")} cached · ` +
+      (inFlight ? `${inFlight.toLocaleString("en")} in flight · ` : "") +
       `${free.toLocaleString("en")} free · ${running} running, ${waiting} waiting`;
     const label = `Block table at step ${step}: ${this.summary.textContent}`;
     this.canvas.ariaLabel = label;
-    this.writeLegend(held);
+    this.writeLegend(held, inFlight > 0);
     if (this.pointed >= 0) this.writeTip();
     this.speak(label);
   }
@@ -261,9 +265,9 @@ class View {
     return this.model.get("request_ids")[request - 1] ?? `number ${request}`;
   }
 
-  writeLegend(held) {
+  writeLegend(held, hasFlights) {
     const shown = [...held].sort(([a], [b]) => a - b).slice(0, LEGEND_LENGTH);
-    const key = JSON.stringify([shown, held.size]);
+    const key = JSON.stringify([shown, held.size, hasFlights]);
     if (key === this.legendKey) return;
     this.legendKey = key;
     const chips = shown.map(([request, count]) => {
@@ -280,6 +284,7 @@ class View {
       ["shared", "ref_cnt > 1"],
       ["cached", "cached"],
       ["free", "free"],
+      ...(hasFlights ? [["in-flight", "swap in flight"]] : []),
     ].map(([kind, text]) => {
       const chip = element("span", "labkit-chip labkit-state");
       chip.append(element("span", `labkit-swatch labkit-${kind}`), text);
@@ -327,6 +332,7 @@ class View {
     else {
       lines.push(`${refCnt ? "request" : "last held by request"} ${this.name(request)}`, `logical block ${logical}`);
       lines.push(`${tokensOf(word)} of ${plural(this.blockSize, "token")}`, `ref_cnt ${refCnt}`);
+      if (isInFlight(word)) lines.push("in flight to or from host memory");
       if (isCached(word)) lines.push("in the prefix cache");
     }
     this.tip.textContent = lines.join(" · ");

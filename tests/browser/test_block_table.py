@@ -11,9 +11,11 @@ from lab import NotebookPage
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Locator, expect
 
-# Three steps of two requests in 8 blocks of 16 tokens, chosen so that every state of a block is seen.
+# Four steps of two requests in 8 blocks of 16 tokens, chosen so that every state of a block is seen.
 TRACE = """
-from labkit.observe import BlocksAllocated, BlocksCached, BlocksFreed, BlocksShared, StepRecord, Trace
+from labkit.observe import (
+    BlocksAllocated, BlocksCached, BlocksFreed, BlocksShared, BlocksSwappedOut, StepRecord, Trace
+)
 trace = Trace(8, 16)
 def step(tokens, before, after=()):
     n = len(trace)
@@ -22,6 +24,7 @@ def step(tokens, before, after=()):
 step({"a": 40}, [BlocksAllocated("a", 0, (0, 1, 2))], [BlocksCached((0, 1))])
 step({"b": 4}, [BlocksShared("b", 0, (0,), 16), BlocksAllocated("b", 1, (3,))])
 step({"b": 8}, [BlocksFreed("a", (0, 1, 2))])
+step({}, [BlocksSwappedOut("b", (0, 3), (0, 1)), BlocksFreed("b", (0, 3))])
 """
 PLAYER = TRACE + "from labkit.widgets import BlockTable\nBlockTable.from_trace(trace)"
 
@@ -67,7 +70,7 @@ def player(notebook: NotebookPage, lab_folder: Path) -> Locator:
     notebook.open(write(lab_folder / "player.ipynb", PLAYER))
     notebook.run_all()
     table = notebook.page.locator(".labkit-blocks")
-    expect(table.locator(".labkit-label")).to_have_text("step 1 of 3 · 0.10 s")
+    expect(table.locator(".labkit-label")).to_have_text("step 1 of 4 · 0.10 s")
     return table
 
 
@@ -93,7 +96,7 @@ def test_every_state_of_a_block_has_its_pixels(notebook: NotebookPage, lab_folde
     assert with_alpha(colours, cached) == 0 and B not in colours
 
     slider.press("ArrowRight")
-    expect(table.locator(".labkit-label")).to_have_text("step 2 of 3 · 0.20 s")
+    expect(table.locator(".labkit-label")).to_have_text("step 2 of 4 · 0.20 s")
     colours = pixels(notebook)
     assert colours["#000000ff"] + colours["#ffffffff"] == (SIDE // 3) ** 2, "block 0 is marked as shared"
     quarter = round(SIDE / 4)
@@ -110,20 +113,26 @@ def test_every_state_of_a_block_has_its_pixels(notebook: NotebookPage, lab_folde
         "2 of 8 blocks in use · 28 live tokens · fragmentation 12.5 % · 1 cached · 5 free · 1 running, 0 waiting"
     )
 
+    slider.press("ArrowRight")
+    colours = pixels(notebook)
+    assert colours[B] == 2 * BLOCK // 3, "two blocks on their way to host memory are striped"
+    expect(table.locator(".labkit-summary")).to_contain_text("0 of 8 blocks in use · 0 live tokens")
+    expect(table.locator(".labkit-summary")).to_contain_text("1 cached · 2 in flight · 5 free")
+
 
 def test_the_player_obeys_the_keyboard_and_outlives_its_kernel(notebook: NotebookPage, lab_folder: Path) -> None:
     table = player(notebook, lab_folder)
     label, play = table.locator(".labkit-label"), table.get_by_role("button", name=re.compile("^play|pause$"))
     notebook.shutdown_kernel()
     table.get_by_role("button", name="step forward").press("Enter")
-    expect(label).to_have_text(re.compile("step 2 of 3"))
+    expect(label).to_have_text(re.compile("step 2 of 4"))
     table.get_by_role("button", name="step back").press("Enter")
-    expect(label).to_have_text(re.compile("step 1 of 3"))
+    expect(label).to_have_text(re.compile("step 1 of 4"))
     play.press("Space")
-    expect(label).to_have_text(re.compile("step 3 of 3"), timeout=10_000)
+    expect(label).to_have_text(re.compile("step 4 of 4"), timeout=10_000)
     expect(play).to_have_attribute("aria-label", "play")
     table.get_by_role("slider", name="step").press("Home")
-    expect(label).to_have_text(re.compile("step 1 of 3"))
+    expect(label).to_have_text(re.compile("step 1 of 4"))
     assert pixels(notebook)[A] > 2 * BLOCK
 
 

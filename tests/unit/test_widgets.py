@@ -10,7 +10,15 @@ import pytest
 
 from labkit.core import Engine
 from labkit.memory import KVCacheManager
-from labkit.observe import BlockTableState, Trace
+from labkit.observe import (
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksLanded,
+    BlocksSwappedOut,
+    BlockTableState,
+    StepRecord,
+    Trace,
+)
 from labkit.scheduling import Request, SamplingParams, Scheduler, SchedulerConfig
 from labkit.simulation import SimulatedExecutor
 from labkit.widgets import BlockTable, block_cells
@@ -46,7 +54,7 @@ def cells_of(state: BlockTableState, request_ids: list[str]) -> list[tuple[int, 
         (
             0 if view.request_id is None else request_ids.index(view.request_id) + 1,
             view.logical_index,
-            view.num_tokens | view.ref_cnt << 16 | view.is_cached << 31,
+            view.num_tokens | view.ref_cnt << 16 | view.is_in_flight << 30 | view.is_cached << 31,
         )
         for view in views
     ]
@@ -244,6 +252,22 @@ def test_the_picture_has_a_colour_for_each_state():
     svg = table.to_svg()
     assert f'fill="{first}66"' in svg, "what they left in the prefix cache is pale"
     assert f'<path fill="{first}"' not in svg
+
+
+def test_blocks_in_flight_to_host_memory_are_neither_free_nor_cached():
+    table = BlockTable(8, 16)
+    events = (
+        BlocksAllocated("a", 0, (0, 1)),
+        BlocksSwappedOut("a", (0, 1), (5, 6)),
+        BlocksFreed("a", (0, 1)),
+    )
+    table.apply(StepRecord(0, 0.0, 0.1, (), (), (), 0, 1, len(events), events))
+    table.flush()
+    words = np.frombuffer(table.cells, "<u4").reshape(-1, 3)[:, 2]
+    assert list(words >> 30 & 1) == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert "0 of 8 blocks in use" in repr(table) and "2 in flight, 6 free" in repr(table)
+    table.apply(StepRecord(1, 0.1, 0.2, (), (), (), 0, 1, 1, (BlocksLanded((0, 1)),)))
+    assert repr(table).endswith("8 free)")
 
 
 @pytest.mark.parametrize("num_blocks", [1, 8, 1000, 16_384, 65_536])
