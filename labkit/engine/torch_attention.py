@@ -102,10 +102,10 @@ def _decode_groups(batch: InputBatch, block_size: int) -> list[list[int]]:
     return list(groups.values())
 
 
-def _gather(pages: torch.Tensor, rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
+def _gather(pages: torch.Tensor, rows: torch.Tensor, num_seqs: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """Pages by (block, head) row numbers, as [num_seqs, heads, max_blocks * block_size, D]: a copy."""
     num_blocks, heads, block_size, head_dim = pages.shape
-    flat = pages.view(num_blocks * heads, block_size * head_dim).index_select(0, rows)
+    flat = torch.index_select(pages.view(num_blocks * heads, block_size * head_dim), 0, rows, out=out)
     return flat.view(num_seqs, heads, -1, head_dim)
 
 
@@ -128,6 +128,7 @@ class _DecodeGroup:
         is_used = torch.arange(max_blocks, device=device) * block_size < self._lengths
         self._block_table = torch.where(is_used, table, table[:, :1])  # pad with a block that was written
         self._positions = torch.arange(max_blocks * block_size, device=device)
+        self._buffers: dict[tuple[str, int, int], torch.Tensor] = {}
         self._page_rows: dict[int, torch.Tensor] = {}
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
@@ -137,12 +138,19 @@ class _DecodeGroup:
         rows = self._page_rows.get(heads)
         if rows is None:
             rows = self._page_rows[heads] = _page_rows(self._block_table, heads)
-        k = _gather(kv.k, rows, num_seqs)
-        v = _gather(kv.v, rows, num_seqs)
+        k = _gather(kv.k, rows, num_seqs, self._buffer("k", kv.k, rows))
+        v = _gather(kv.v, rows, num_seqs, self._buffer("v", kv.v, rows))
         # The query heads that share a KV head stand as rows of one small matrix: no K or V is repeated.
         grouped = q.reshape(num_seqs, heads, num_q_heads // heads, head_dim)
         out = _attention(grouped, k, v, self._mask(options.sliding_window, q.dtype), options)
         return out.reshape(num_seqs, num_q_heads, v.shape[3])
+
+    def _buffer(self, name: str, pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Room to gather into, used by one layer after the other: fresh memory would cost page faults in each."""
+        key = (name, len(rows), pages.shape[3])
+        if key not in self._buffers:
+            self._buffers[key] = pages.new_empty(len(rows), pages.shape[2] * pages.shape[3])
+        return self._buffers[key]
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """0 where the query sees, -inf where not: [num_seqs, 1, 1, max_len]."""
