@@ -11,6 +11,7 @@ COLOURS = {
     "live": "#0072b2",
     "fragmentation": "#d55e00",
     "cached": "#56b4e9",
+    "in flight": "#cc79a7",
     "free": "rgba(128,128,128,0.25)",
 }
 

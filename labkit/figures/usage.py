@@ -14,6 +14,8 @@ MAX_POINTS = 2000
 def usage_timeline(trace: Trace) -> go.Figure:
     """Slots of the pool after each step: live tokens, internal fragmentation, cached, and free up to the top.
 
+    Blocks in flight to or from host memory are shown if there ever are any.
+
     Of more than 2,000 steps, evenly spaced ones are drawn, and the axis says so. Raises ValueError if the trace is
     empty.
     """
@@ -31,19 +33,22 @@ def usage_timeline(trace: Trace) -> go.Figure:
         parts["live"].append(state.num_live_tokens)
         parts["fragmentation"].append(state.num_fragmented_slots)
         parts["cached"].append(state.num_cached_free_blocks * trace.block_size)
+        parts["in flight"].append(state.num_in_flight_blocks * trace.block_size)
         parts["free"].append(state.num_free_blocks * trace.block_size)
-    names = {"live": "live tokens", "fragmentation": "internal fragmentation", "cached": "cached", "free": "free"}
+    if not any(parts["in flight"]):
+        del parts["in flight"]
+    names = {"live": "live tokens", "fragmentation": "internal fragmentation"}
     traces = [
         go.Scatter(
             x=steps,
-            y=parts[part],
-            name=name,
+            y=slots,
+            name=names.get(part, part),
             stackgroup="slots",
             mode="lines",
             line=dict(width=0, shape="hv"),
             fillcolor=COLOURS[part],
         )
-        for part, name in names.items()
+        for part, slots in parts.items()
     ]
     figure = go.Figure(traces)
     figure.update_xaxes(title="step" if stride == 1 else f"step (every {_ordinal(stride)} is drawn)")

@@ -12,7 +12,7 @@ from labkit.core import Engine
 from labkit.figures import memory_split, memory_timeline, show, usage_timeline
 from labkit.kv_math import GIB
 from labkit.memory import KVCacheManager
-from labkit.observe import Trace
+from labkit.observe import BlocksAllocated, BlocksFreed, BlocksSwappedOut, StepRecord, Trace
 from labkit.scheduling import Request, SamplingParams, Scheduler, SchedulerConfig
 from labkit.simulation import SimulatedExecutor
 
@@ -50,6 +50,18 @@ def test_usage_timeline_is_the_managers_usage_after_each_step():
     assert by_name["cached"] == [usage.num_cached_free_blocks * 4 for usage in usages]
     assert {sum(slots) for slots in zip(*by_name.values(), strict=True)} == {32 * 4}
     assert_readable_in_dark(figure)
+
+
+def test_blocks_in_flight_have_their_own_area():
+    trace = Trace(8, 16)
+    events = (
+        BlocksAllocated("a", 0, (0, 1)),
+        BlocksSwappedOut("a", (0, 1), (5, 6)),
+        BlocksFreed("a", (0, 1)),
+    )
+    trace.record(StepRecord(0, 0.0, 0.1, (), (), (), 0, 1, len(events), events))
+    by_name = {area.name: list(area.y) for area in drawn(usage_timeline(trace))}
+    assert by_name["in flight"] == [2 * 16] and by_name["free"] == [6 * 16]
 
 
 def test_a_long_trace_is_thinned_out_and_says_so(monkeypatch: pytest.MonkeyPatch):
