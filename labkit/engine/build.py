@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,11 @@ from labkit.scheduling import Scheduler, SchedulerConfig, StaticScheduler
 
 from .attention import attach, detach
 from .backends import load_backend
+from .device_memory import GIB, cap_memory, engine_does_not_fit, weights_do_not_fit
 from .fused_model import FusedModel
+from .host_blocks import HostBlocks
 from .kv_storage import KVStorage, LayerShape, record_layer_shapes
+from .measured_cost import measure_preemption_cost
 from .memory_plan import MemoryPlan, plan_memory
 from .model_executor import ModelExecutor
 
@@ -45,6 +49,7 @@ class EngineOptions:
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool
     kv_cache_dtype: str
+    memory_limit: float | None
     swap_space: float
     tensor_parallel_size: int
     quantization: str | None
@@ -64,17 +69,29 @@ class EngineOptions:
             raise ValueError(f"block_size must be a power of two >= 1, got {self.block_size}")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+        for name, lowest in (("memory_limit", "> 0 GiB or None"), ("swap_space", ">= 0 GiB")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise TypeError(f"{name} must be a number {lowest}, got {value!r}")
+        if self.memory_limit is not None and not 0 < self.memory_limit < math.inf:
+            raise ValueError(f"memory_limit must be > 0 GiB or None, got {self.memory_limit}")
+        if not 0 <= self.swap_space < math.inf:
+            raise ValueError(f"swap_space must be >= 0 GiB, got {self.swap_space}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an integer, got {self.seed!r}")
         _require_one_of("kv_allocator", self.kv_allocator, KV_ALLOCATORS)
         _require_one_of("scheduler", self.scheduler, SCHEDULERS)
         _require_one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
+        if self.swap_space and self.kv_allocator != "paged":
+            raise ValueError(
+                f"swap_space must be 0 with kv_allocator={self.kv_allocator!r}, got {self.swap_space}: only the paged "
+                "allocator swaps"
+            )
         self._refuse_what_is_not_built()
 
     def _refuse_what_is_not_built(self) -> None:
         missing = {
             f"kv_cache_dtype={self.kv_cache_dtype!r}": self.kv_cache_dtype != "auto",
-            f"swap_space={self.swap_space!r}": self.swap_space != 0,
             f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size != 1,
             f"quantization={self.quantization!r}": self.quantization is not None,
         }
@@ -114,7 +131,12 @@ def resolve_model(
             raise ValueError(f"the model is on {model.device}, device says {device!r}: move the model first")
         loaded = model.eval(), tokenizer
     else:
-        loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=chosen, trust_remote_code=trust_remote_code)
+        try:
+            loaded = load_model(
+                model, tokenizer=tokenizer, dtype=dtype, device=chosen, trust_remote_code=trust_remote_code
+            )
+        except torch.OutOfMemoryError as error:
+            raise weights_do_not_fit(model, chosen) from error
     require_supported(loaded[0])
     return loaded
 
@@ -153,6 +175,8 @@ class BuiltEngine:
     memory: MemoryPlan
     backend_name: str
     fused: FusedModel | None
+    host_blocks: HostBlocks | None
+    is_capped: bool
 
     def release(self, model: PreTrainedModel) -> None:
         """Free the pool's tensors and graphs, and give ``model`` its own layers and attention back."""
@@ -162,6 +186,10 @@ class BuiltEngine:
             self.fused.undo()
         detach(model)
         self.storage.release()
+        if self.host_blocks is not None:
+            self.host_blocks.release()
+        if self.is_capped:
+            cap_memory(model.device, None)
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -174,7 +202,10 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
     backend_name, backend = load_backend(options.attention_backend, model.device)
     attach(model)
     fused: FusedModel | None = None
+    limit = None if options.memory_limit is None else int(options.memory_limit * GIB)
     try:
+        if limit is not None:
+            cap_memory(model.device, limit)
         shapes = record_layer_shapes(model)
         require_windows_to_arrive(model, shapes)
         if backend_name == "triton" and model.device.type == "cuda" and not options.enforce_eager:
@@ -191,6 +222,9 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             num_blocks=options.num_gpu_blocks_override,
             gpu_memory_utilization=options.gpu_memory_utilization,
+            memory_limit=limit,
+            swap_space=int(options.swap_space * GIB),
+            captures_graphs=fused is not None,
         )
         config = SchedulerConfig(options.max_num_seqs, max_num_batched_tokens, memory.max_model_len)
         scheduler = SCHEDULERS[options.scheduler](config, _make_allocator(options, memory))  # checks the pool's size
@@ -203,18 +237,25 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             dtype=str(model.dtype).removeprefix("torch."),
             attention_backend=backend_name,
         )
-        executor = ModelExecutor(model, storage, backend, options.max_num_seqs)
+        host_blocks = HostBlocks(storage, memory.num_host_blocks) if memory.num_host_blocks else None
+        executor = ModelExecutor(model, storage, backend, options.max_num_seqs, host_blocks)
         if backend_name == "triton":
             executor.warm_up()
         if fused is not None:
             executor.capture_graphs(options.max_num_seqs, -(-memory.max_model_len // memory.block_size))
+        if host_blocks is not None:
+            scheduler.preemption_cost = measure_preemption_cost(executor, host_blocks, max_num_batched_tokens)
         engine = Engine(scheduler, executor, trace)
-    except BaseException:
+    except BaseException as error:
         if fused is not None:
             fused.undo()
         detach(model)
+        if limit is not None:
+            cap_memory(model.device, None)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise engine_does_not_fit(model.device, options.gpu_memory_utilization, error) from error
         raise
-    return BuiltEngine(engine, executor, storage, memory, backend_name, fused)
+    return BuiltEngine(engine, executor, storage, memory, backend_name, fused, host_blocks, limit is not None)
 
 
 def require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:
@@ -236,7 +277,12 @@ def require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerSha
 def _make_allocator(options: EngineOptions, memory: MemoryPlan) -> KVAllocator:
     num_blocks, block_size = memory.num_blocks, memory.block_size
     if options.kv_allocator == "paged":
-        return KVCacheManager(num_blocks, block_size, enable_prefix_caching=options.enable_prefix_caching)
+        return KVCacheManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+            num_host_blocks=memory.num_host_blocks,
+        )
     reservation = {
         "reserve_max": reserve_max(memory.max_model_len),
         "reserve_power_of_two": reserve_power_of_two,

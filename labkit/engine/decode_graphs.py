@@ -28,6 +28,11 @@ _TOKEN, _CARRIED, _POSITION, _SLOT, _SEQ_LEN = range(5)  # rows of the staged nu
 _PADDING = np.array([0, -1, 0, -1, 0])[:, None]
 
 
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes that get a graph, in ascending order; the last is ``max_num_seqs``."""
+    return [size for size in CAPTURE_SIZES if size < max_num_seqs] + [max_num_seqs]
+
+
 class DecodeGraphs:
     """Runs decode batches through captured graphs.
 
@@ -50,7 +55,7 @@ class DecodeGraphs:
         self._forward = forward
         self._newest_tokens = newest_tokens
         self._block_size = block_size
-        self._sizes = [s for s in CAPTURE_SIZES if s < max_num_seqs] + [max_num_seqs]
+        self._sizes = capture_sizes(max_num_seqs)
         self._numbers = torch.from_numpy(np.repeat(_PADDING, max_num_seqs, axis=1)).to(device)
         self._block_table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)

@@ -40,8 +40,11 @@ class LLM:
 
     Args that are not vLLM's: ``attention_backend`` ("auto", "torch", "triton"); ``kv_allocator`` ("paged", or for
     comparison "reserve_max", "reserve_power_of_two", "reserve_oracle", "first_fit"); ``scheduler`` ("continuous", or
-    for comparison "static"). Raises ValueError or TypeError naming the argument, its value and the allowed range;
-    NotImplementedError naming an argument whose feature does not exist yet.
+    for comparison "static"); ``memory_limit`` (GiB: the engine acts as if the device had no more; on a GPU that binds
+    all of torch in this process until :meth:`close`). ``swap_space`` is GiB of host memory for preempted sequences.
+
+    Raises ValueError or TypeError naming the argument, its value and the allowed range; NotImplementedError naming an
+    argument whose feature does not exist yet; RuntimeError if the device runs out of memory, saying what to lower.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         kv_cache_dtype: str = "auto",
         swap_space: float = 0,
+        memory_limit: float | None = None,
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
         enforce_eager: bool = False,
@@ -79,6 +83,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             kv_cache_dtype=kv_cache_dtype,
             swap_space=swap_space,
+            memory_limit=memory_limit,
             tensor_parallel_size=tensor_parallel_size,
             quantization=quantization,
             enforce_eager=enforce_eager,

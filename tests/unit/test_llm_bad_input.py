@@ -109,7 +109,17 @@ def assert_unharmed(llm: LLM) -> None:
         ({"kv_allocator": "slab"}, ValueError, "kv_allocator must be one of paged, .*'slab'"),
         ({"scheduler": "random"}, ValueError, "scheduler must be one of continuous, static, got 'random'"),
         ({"kv_cache_dtype": "fp8"}, NotImplementedError, "kv_cache_dtype='fp8'"),
-        ({"swap_space": 4}, NotImplementedError, "swap_space=4"),
+        ({"swap_space": -1}, ValueError, "swap_space must be >= 0 GiB, got -1"),
+        ({"swap_space": "4"}, TypeError, "swap_space must be a number >= 0 GiB, got '4'"),
+        ({"swap_space": 2**-20}, ValueError, "swap_space=9.5.* GiB holds no block of .*: raise it, or use 0"),
+        ({"swap_space": 1, "kv_allocator": "first_fit"}, ValueError, "swap_space must be 0 with kv_allocator='first_f"),
+        ({"memory_limit": 0}, ValueError, "memory_limit must be > 0 GiB or None, got 0"),
+        ({"memory_limit": 1e-4}, ValueError, r"no room for the KV pool: -?0.00 GiB .*raise memory_limit by 0.0"),
+        (
+            {"memory_limit": 0.001, "num_gpu_blocks_override": 100},
+            ValueError,
+            r"num_gpu_blocks_override=100 takes .* GiB are left for the KV pool: lower it to \d+ or less",
+        ),
         ({"tensor_parallel_size": 2}, NotImplementedError, "tensor_parallel_size=2"),
         ({"quantization": "fp8"}, NotImplementedError, "quantization='fp8'"),
         (
