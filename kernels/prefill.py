@@ -11,7 +11,8 @@ GQA packing the tile of BLOCK_M rows covers few tokens, so little lies on the di
 
 The grid is an upper bound known on the host, num_tokens // BLOCK_Q + num_seqs tiles of BLOCK_Q tokens. Each program
 finds its sequence among all of them and leaves when it is past the end. Programs start in order, so the line of tiles
-is served from its end: the last tile of a sequence sees the most keys, and the short ones fill the gaps when the work runs out.
+is served from its end: the last tile of a sequence sees the most keys, and the short ones fill the gaps when the work
+runs out.
 """
 
 from __future__ import annotations
