@@ -101,7 +101,8 @@ class MemoryMonitor:
         """The split at this moment."""
         usage = self._kv_usage()
         per_slot = self._kv_bytes / usage.num_slots
-        live = round(usage.num_live_tokens * per_slot)
+        moving = usage.num_in_flight_blocks * usage.block_size  # still full of tokens, on their way to the host
+        live = round((usage.num_live_tokens + moving) * per_slot)
         fragmentation = round(usage.num_fragmented_slots * per_slot)
         cached = round(usage.num_cached_free_blocks * usage.block_size * per_slot)
         known = {

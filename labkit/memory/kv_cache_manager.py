@@ -269,7 +269,8 @@ class KVCacheManager:
 
     def usage(self) -> KVCacheUsage:
         """Where the slots are now. O(1), and O(1) more for each block that a copy is under way for."""
-        in_flight = [b for b, num_copies in self.swap_space.num_copies.items() if self.pool.ref_cnt[b] == num_copies]
+        moving = list(self.swap_space.num_copies.items())  # a copy: a monitor's thread may ask at any time
+        in_flight = [b for b, num_copies in moving if self.pool.ref_cnt[b] == num_copies]
         return KVCacheUsage(
             num_blocks=self.num_blocks,
             block_size=self.block_size,

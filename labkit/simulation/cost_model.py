@@ -11,6 +11,8 @@ from labkit.scheduling import StepPlan
 class RooflineCost:
     """Seconds that a step takes: the larger of its memory time and its compute time, plus a fixed overhead.
 
+    Swaps run beside that; a step that swaps for longer takes as long as they do.
+
     A step reads the weights once and, for each request, the K and V of its context; it multiplies each scheduled
     token with all weights (2 FLOP a parameter) and with its context (4 FLOP a context token, head and channel).
     Source: Williams et al. 2009 (roofline); Pope et al. 2022, section 2 (inference costs).
@@ -23,6 +25,7 @@ class RooflineCost:
         bytes_per_second, flops_per_second: what the machine reaches, measured rather than from a data sheet.
         seconds_per_step: time of a step that neither moves nor computes: launches, sampling, host work.
         seconds_per_request: host and sampling time for each request in the step.
+        seconds_per_swapped_block: copying one block to host memory or back, beside the step.
     """
 
     weight_bytes: int
@@ -33,6 +36,7 @@ class RooflineCost:
     flops_per_second: float
     seconds_per_step: float = 0.0
     seconds_per_request: float = 0.0
+    seconds_per_swapped_block: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_second", "flops_per_second"):
@@ -47,7 +51,11 @@ class RooflineCost:
             num_tokens += new
             num_context += context
             num_pairs += new * context - new * (new - 1) // 2  # causal: the first new token sees new - 1 fewer
+        swapping = (len(plan.swap_outs) + len(plan.swap_ins)) * self.seconds_per_swapped_block
+        if not plan.requests:
+            return swapping
         memory = (self.weight_bytes + num_context * self.kv_bytes_per_token) / self.bytes_per_second
         flops = 2 * self.num_parameters * num_tokens + self.attention_flops_per_pair * num_pairs
         compute = flops / self.flops_per_second
-        return max(memory, compute) + self.seconds_per_step + self.seconds_per_request * len(plan.requests)
+        computing = max(memory, compute) + self.seconds_per_step + self.seconds_per_request * len(plan.requests)
+        return max(computing, swapping)

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from labkit.engine import LLM
+from labkit.memory import KVCacheManager
 from labkit.scheduling import PreemptionCost, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -81,6 +82,7 @@ def test_swapped_sequences_go_on_with_the_same_tokens(model, expected, swap_spac
         assert answers(llm) == expected
         assert llm.stats.num_swaps > 0
         kv = llm.engine.scheduler.kv
+        assert isinstance(kv, KVCacheManager)
         assert kv.swap_space.num_free_blocks == kv.swap_space.num_host_blocks == llm.memory.num_host_blocks
 
 
@@ -99,6 +101,7 @@ def test_swap_and_abort_in_mid_air(model):
         for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             llm.add_request(str(number), prompt, one)
         kv = llm.engine.scheduler.kv
+        assert isinstance(kv, KVCacheManager)
         rng = random.Random(1)
         while llm.has_unfinished():
             llm.step()
