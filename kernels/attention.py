@@ -181,9 +181,8 @@ class AttentionLaunch:
     def decode(self, tile: DecodeTile, workspace: Workspace, max_query_len: int, num_sms: int) -> KernelCall:
         rows = triton.next_power_of_2(self.group) if max_query_len == 1 else tile.block_m
         pairs = self.seq_lens.shape[0] * self.kv.num_kv_heads
-        programs = min(
-            decode_programs(pairs, tile.programs_per_sm, num_sms), workspace.partial_m.shape[0] // (2 * rows)
-        )
+        slots_for = max(1, workspace.partial_m.shape[0] // (2 * rows))  # one program alone never needs a slot
+        programs = min(decode_programs(pairs, tile.programs_per_sm, num_sms), slots_for)
         arguments = (
             *self.tensors(), workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
             self.seq_lens.shape[0], self.q.shape[0], triton.cdiv(tile.min_tokens, tile.block_n), *self.scalars(),

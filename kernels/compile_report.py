@@ -114,8 +114,12 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 def report(capabilities: tuple[int, ...] = (80, 90, 100)) -> Iterator[dict[str, Any]]:
     for capability in capabilities:
         for heads in HEADS:
+            seen = set()
             for kind, pairs_per_sm in (("decode", 0), ("decode", 1), ("decode", 64), ("prefill", 0)):
                 call = example_call(kind, capability, heads, pairs_per_sm=pairs_per_sm)
+                if (kind, call.tile) in seen:
+                    continue
+                seen.add((kind, call.tile))
                 row = {"kernel": kind, "sm": capability, "heads": heads, "tile": asdict(call.tile)}
                 yield row | compile_call(call, capability)
 

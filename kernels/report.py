@@ -29,8 +29,8 @@ def provenance(result: dict[str, Any]) -> str:
     p = result["provenance"]
     return (
         f"Recorded {p['date']} on one {p['gpu']}, driver {p['driver']}, torch {p['torch']}, Triton {p['triton']}, "
-        f"commit {p['commit']}, `{p['command']}`. Read ceiling in the same run {result['ceiling_gbps']:.0f} GB/s, bf16 matmul "
-        f"{result['matmul_tflops']:.0f} TFLOP/s."
+        f"commit {p['commit']}, `{p['command']}`. Read ceiling in the same run {result['ceiling_gbps']:.0f} GB/s, "
+        f"bf16 matmul {result['matmul_tflops']:.0f} TFLOP/s."
     )
 
 
@@ -118,7 +118,7 @@ def compile_table(rows: Rows) -> str:
 
 
 def fill(text: str, name: str, content: str) -> str:
-    """Replace what stands between `<!-- name -->` and `<!-- /name -->`. Raises ValueError when the marks are missing."""
+    """Replace what stands between `<!-- name -->` and `<!-- /name -->`. Raises ValueError without these marks."""
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"README.md has no <!-- {name} --> ... <!-- /{name} -->")

@@ -66,7 +66,7 @@ DECODE = {
         (ANY, 256, ANY, DecodeTile(16, 64, 4, 3, 2, 256)),
     ],
 }
-DECODE[100] = DECODE[90]
+DECODE[100] = [(ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)), *DECODE[90][1:]]  # compiled, never measured
 
 # Rows (head size <=, tile).
 PREFILL = {

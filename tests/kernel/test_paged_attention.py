@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-RATIOS = [(1, 1), (3, 1), (4, 1), (5, 1), (8, 1), (9, 1), (4, 2), (2, 2)]
+RATIOS = [(1, 1), (3, 1), (4, 1), (5, 1), (8, 1), (9, 1), (71, 1), (4, 2), (2, 2)]
 HEAD_SIZES = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
@@ -125,3 +125,14 @@ def test_bad_arguments_are_named(paged_batch):
         paged_attention(batch.q, batch.kv, *batch.metadata, **good, sinks=torch.zeros(3))
     with pytest.raises(TypeError, match="share a dtype"):
         paged_attention(batch.q.half(), batch.kv, *batch.metadata, **good)
+
+
+@pytest.mark.parametrize("num_sms", [1, 132])
+def test_program_counts_cut_equal_sequences_alike_and_never_exceed_a_wave_by_little(num_sms):
+    from labkit.kernels.tuning import decode_programs
+
+    for pairs in range(1, 40 * num_sms):
+        programs = decode_programs(pairs, 4, num_sms)
+        resident = 4 * num_sms
+        assert programs <= resident or programs == pairs >= 4 * resident
+        assert programs % pairs == 0 or programs == resident
