@@ -158,6 +158,8 @@ def _module_reasons(model: PreTrainedModel, text: Any) -> Iterator[str]:
         yield "does not call attention through transformers' interface, so its cache cannot be paged"
     elif any(getattr(module, "is_causal", True) is False for module in attention):
         yield "has attention that is not causal (bidirectional, or to an encoder), which a causal cache cannot serve"
+    elif any(_attends_twice(module) for module in attention):
+        yield "runs attention more than once in a layer, and the caches of one layer cannot be told apart"
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         yield "takes no position_ids, so the requests of a packed batch would be numbered as one"
     window = _window(text)
@@ -167,6 +169,12 @@ def _module_reasons(model: PreTrainedModel, text: Any) -> Iterator[str]:
 
 def _is_attention(module: torch.nn.Module) -> bool:
     return hasattr(module, "is_causal") or re.search(r"Attention|MLA$", type(module).__name__) is not None
+
+
+def _attends_twice(module: torch.nn.Module) -> bool:
+    """Whether a layer has two caches: it calls attention twice (diffllama), or is run again with another cache."""
+    source = inspect.getsource(type(module).forward)
+    return source.count("attention_interface(") > 1 or "self.layer_idx + " in source
 
 
 # ---------------------------------------------------------------- by name

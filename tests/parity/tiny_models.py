@@ -43,11 +43,11 @@ def _build(model_type: str, **options: Any) -> PreTrainedModel:
 
 
 def _gpt2() -> PreTrainedModel:
-    return _build("gpt2", n_embd=64, n_layer=3, n_head=4, n_positions=256, n_inner=96)
+    return _build("gpt2", num_key_value_heads=4, n_embd=64, n_layer=3, n_head=4, n_positions=256, n_inner=96)
 
 
 def _opt() -> PreTrainedModel:
-    return _build("opt", ffn_dim=96, word_embed_proj_dim=64, do_layer_norm_before=True)
+    return _build("opt", num_key_value_heads=4, ffn_dim=96, word_embed_proj_dim=64, do_layer_norm_before=True)
 
 
 def _deepseek_v3() -> PreTrainedModel:
