@@ -60,7 +60,13 @@ class RequestsInFlight:
 
     def advance(self) -> None:
         """One engine step: update texts, end what has reached a stop string, hand outputs to those who wait."""
-        changed = self._engine.step()
+        try:
+            changed = self._engine.step()
+        except BaseException:  # an interrupt, which has ended the requests of its step
+            for request_id in list(self._trackers):
+                if not self._engine.scheduler.unfinished(request_id):
+                    self.abort(request_id)
+            raise
         now = self._engine.executor.now()
         touched: dict[str, RequestTracker] = {}
         for request in changed:

@@ -259,3 +259,18 @@ def test_aborting_the_last_request_leaves_no_step_under_way(llm):
     assert [o.outputs[0].finish_reason for o in llm.step()] == ["abort"]
     assert not llm.engine._under_way and not llm.engine.executor._under_way  # type: ignore[attr-defined]
     assert not llm.has_unfinished()
+
+
+def test_an_interrupted_step_ends_its_requests_and_says_so(llm, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for i in range(10):  # 8 run at once
+        llm.add_request(f"r{i}", [i + 1, i + 2], params)
+    llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model, "forward", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+    ends = {output.request_id: output.outputs[0].finish_reason for output in drain(llm) if output.finished}
+    assert ends == {f"r{i}": "abort" if i < 8 else "length" for i in range(10)}
+    llm.add_request("r0", PROMPT, params)
+    assert len(drain(llm)) == 4
