@@ -168,7 +168,9 @@ def plan_memory(
 def _num_host_blocks(swap_space: int, block_bytes: int, most_needed: int, taken: int) -> int:
     """Blocks that fit into ``swap_space`` bytes of host memory, of which ``taken`` are spoken for otherwise."""
     num_blocks = min(swap_space // block_bytes, most_needed)
-    if swap_space and num_blocks == 0:
+    if not swap_space:
+        return 0
+    if num_blocks == 0:
         raise ValueError(
             f"swap_space={swap_space / GIB:g} GiB holds no block of {block_bytes / GIB:.6f} GiB: raise it, or use 0"
         )

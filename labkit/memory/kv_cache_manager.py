@@ -43,7 +43,8 @@ class KVCacheManager:
     stands in one table, or in several that begin with the same tokens; ``ref_cnt`` says in how many. The manager
     takes ids and token ids, never requests, and each call either succeeds whole or changes nothing.
 
-    With ``num_host_blocks`` a sequence can leave the pool and keep what was computed: see :class:`SwapSpace`.
+    With ``num_host_blocks`` a sequence can leave the pool and keep what was computed (:class:`SwapSpace`); a copy that
+    is under way counts in ``ref_cnt`` as a table does.
 
     ``events`` is where it says what it did; set it to a list to record, to None to save the time.
     """
