@@ -17,9 +17,7 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last axis: [..., size], weight [size]."""
-    wide = widen(x)
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * widen(weight)).to(x.dtype)
+    return torch.nn.functional.rms_norm(widen(x), x.shape[-1:], widen(weight), eps).to(x.dtype)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

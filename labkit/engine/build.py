@@ -208,8 +208,9 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             cap_memory(model.device, limit)
         shapes = record_layer_shapes(model)
         require_windows_to_arrive(model, shapes)
-        if backend_name == "triton" and model.device.type == "cuda" and not options.enforce_eager:
+        if not options.enforce_eager:
             fused = FusedModel(model)
+        captures_graphs = backend_name == "triton" and model.device.type == "cuda" and not options.enforce_eager
         max_num_batched_tokens = options.max_num_batched_tokens
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(options.max_num_seqs, 8192 if model.device.type == "cuda" else 2048)
@@ -224,7 +225,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             gpu_memory_utilization=options.gpu_memory_utilization,
             memory_limit=limit,
             swap_space=int(options.swap_space * GIB),
-            captures_graphs=fused is not None,
+            captures_graphs=captures_graphs,
         )
         config = SchedulerConfig(options.max_num_seqs, max_num_batched_tokens, memory.max_model_len)
         scheduler = SCHEDULERS[options.scheduler](config, _make_allocator(options, memory))  # checks the pool's size
@@ -241,7 +242,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
         executor = ModelExecutor(model, storage, backend, options.max_num_seqs, host_blocks)
         if backend_name == "triton":
             executor.warm_up()
-        if fused is not None:
+        if captures_graphs:
             executor.capture_graphs(options.max_num_seqs, -(-memory.max_model_len // memory.block_size))
         if host_blocks is not None:
             scheduler.preemption_cost = measure_preemption_cost(executor, host_blocks, max_num_batched_tokens)

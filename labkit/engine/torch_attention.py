@@ -57,10 +57,15 @@ class TorchPagedAttention:
         self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: KVPages
     ) -> torch.Tensor:
         """Rotate q and k of the merged projection and put K and V into their slots; returns q."""
-        norms = {"q_norm": info.q_norm, "k_norm": info.k_norm, "eps": info.norm_eps}
-        q, k, v = elementwise_reference.rope(qkv, cos, sin, info.num_q_heads, info.num_kv_heads, **norms)
-        self.write(k, v, kv)
-        return q
+        heads = qkv.unflatten(1, (-1, info.head_dim))
+        qk, v = heads.split([info.num_q_heads + info.num_kv_heads, info.num_kv_heads], dim=1)
+        if info.q_norm is not None and info.k_norm is not None:
+            q, k = qk.split([info.num_q_heads, info.num_kv_heads], dim=1)
+            normed = ((q, info.q_norm), (k, info.k_norm))
+            qk = torch.cat([elementwise_reference.rms_norm(x, weight, info.norm_eps) for x, weight in normed], dim=1)
+        rotated = elementwise_reference.rotate(qk, cos.to(qk.dtype), sin.to(qk.dtype))
+        self.write(rotated[:, info.num_q_heads :], v, kv)
+        return rotated[:, : info.num_q_heads]
 
     def attend(
         self,
