@@ -194,6 +194,8 @@ def serve_with_continuous_batching(model: PreTrainedModel, requests: Sequence[Se
     manager = model.init_continuous_batching(generation_config=config)  # pyright: ignore[reportCallIssue]
     manager.start()
     try:
+        manager.add_request(requests[0].prompt_token_ids, request_id="warm-up", max_new_tokens=2)
+        manager.get_result(timeout=120)
         start = time.perf_counter()
         for number, request in enumerate(requests):
             manager.add_request(
