@@ -5,6 +5,7 @@ comes from. Exports :func:`bench_serve` with the workloads it runs.
 """
 
 from .provenance import provenance
+from .recorded_run import record_run
 from .serve_report import save_rows, table
 from .serving import SYSTEMS, ServeRow, bench_serve, bench_serve_shape
 from .serving_workload import ServeRequest, standard_workload, table_workload
@@ -16,6 +17,7 @@ __all__ = [
     "bench_serve",
     "bench_serve_shape",
     "provenance",
+    "record_run",
     "save_rows",
     "standard_workload",
     "table",
