@@ -140,12 +140,22 @@ def bench_serve_command(
 def bench_kernels_command(
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="decode, prefill, mixed, write, swap or steps.")] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Time candidate tiles instead, and print the best for kernels/tuning.py.")
+    ] = False,
 ) -> None:
     """What the attention kernels reach on this GPU, beside its own ceilings and the peers that are installed."""
     import json
 
     from labkit.kernels import bench as kernel_bench
 
+    if tune:
+        from labkit.kernels import tune as kernel_tune
+
+        if out is not None or only is not None:
+            raise ValueError("--tune prints its candidates and takes neither --out nor --only")
+        kernel_tune.run(None)
+        return
     results = kernel_bench.run(only)
     if out is not None:
         out.write_text(json.dumps(results, indent=1) + "\n")
