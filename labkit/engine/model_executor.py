@@ -97,7 +97,7 @@ class ModelExecutor:
             token_ids=ids,
             positions=ids,
             slot_mapping=ids - 1,
-            block_table=torch.zeros(2, 2, dtype=torch.int32, device=self.device),
+            block_table=torch.zeros(2, -(-32 // self.storage.block_size), dtype=torch.int32, device=self.device),
             seq_lens=upload(lengths, torch.int32, self.device),
             query_start_loc=starts,
             host_seq_lens=lengths,
