@@ -165,7 +165,7 @@ def main() -> None:
     """Entry point of the console script."""
     try:
         app()
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+    except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError) as error:
         typer.echo(f"labkit: {error}", err=True)
         sys.exit(2)
 

@@ -73,3 +73,24 @@ def test_the_command_refuses_a_shape_that_it_does_not_know():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "llama-2-7b" in done.stderr.lower()
+
+
+def test_the_page_of_serving_figures_shows_the_recorded_results():
+    from labkit.experiments.serve_document import PAGE, recorded
+
+    assert PAGE.read_text() == recorded(), "run python -m labkit.experiments.serve_document"
+
+
+def test_the_recorded_run_replays_to_an_empty_pool():
+    from labkit.observe import BlockTableState, Trace
+    from labkit.paths import data_path
+
+    trace = Trace.load(data_path("results/h200/azure_conv_smollm2.trace"))
+    assert trace.meta["recorded"]["gpu"] == "NVIDIA H200" and not trace.is_truncated
+    state = BlockTableState(trace.num_blocks, trace.block_size)
+    most = 0
+    for record in trace:
+        state.apply(record)
+        most = max(most, state.num_referenced_blocks)
+    assert most / trace.num_blocks > 0.99
+    assert state.num_referenced_blocks == 0
