@@ -1,0 +1,97 @@
+"""Which format K and V have in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from labkit.kv_math import KVCacheSpec, KVFormat, ScaleLayout
+
+from .rotation import hadamard
+from .scales import check_format
+
+
+@dataclass(frozen=True, slots=True)
+class KVPolicy:
+    """A format for K and one for V, layers that differ, and whether q and k are rotated before K is stored.
+
+    ``KVPolicy.of("int8")``, ``KVPolicy.of("int4", "int8")``; ``.with_layers([0, -1], "bfloat16")`` keeps the first and
+    the last layer in 16 bit.
+
+    Attributes:
+        key, value: the formats of all layers that are not named in ``exceptions``.
+        rotate: multiply q and k, after RoPE, by :func:`hadamard` of the head size.
+        exceptions: (layer, key, value); negative layers count from the end, the last mention of a layer holds.
+    """
+
+    key: KVFormat
+    value: KVFormat
+    rotate: bool = False
+    exceptions: tuple[tuple[int, KVFormat, KVFormat], ...] = ()
+
+    def __post_init__(self) -> None:
+        for format in (self.key, self.value, *(f for _, *pair in self.exceptions for f in pair)):
+            if not isinstance(format, KVFormat):
+                raise TypeError(f"formats must be KVFormat (KVPolicy.of takes names), got {format!r}")
+            check_format(format)
+
+    @classmethod
+    def of(cls, key: object, value: object = None, *, rotate: bool = False) -> KVPolicy:
+        """All layers alike, by names ("int8", "fp8", ...), torch dtypes or formats; V as K if ``value`` is None.
+
+        Raises ValueError for an unknown name, and for formats that cannot be stored.
+        """
+        key_format = KVFormat.of(key)
+        return cls(key_format, key_format if value is None else KVFormat.of(value), rotate)
+
+    def with_layers(self, layers: Sequence[int], key: object, value: object = None) -> KVPolicy:
+        """This policy with other formats in ``layers``."""
+        other = KVPolicy.of(key, value)
+        return replace(self, exceptions=(*self.exceptions, *((layer, other.key, other.value) for layer in layers)))
+
+    def formats(self, layer: int, num_layers: int) -> tuple[KVFormat, KVFormat]:
+        """Formats of K and V of a layer. Raises ValueError for layers that do not exist, here or in the policy."""
+        for number in (layer, *(exception[0] for exception in self.exceptions)):
+            if not -num_layers <= number < num_layers:
+                raise ValueError(f"layers must be within [{-num_layers}, {num_layers}), got {number}")
+        chosen = self.key, self.value
+        for number, key, value in self.exceptions:
+            if (number - layer) % num_layers == 0:
+                chosen = key, value
+        return chosen
+
+    def apply_to(self, spec: KVCacheSpec) -> KVCacheSpec:
+        """``spec`` in these formats: its exact bytes, scales included.
+
+        Raises ValueError if a layer does not exist, a box of scales does not fit heads or blocks, or a rotation is
+        asked for that does not exist for the head size.
+        """
+        layers = []
+        for number, layer in enumerate(spec.layers):
+            key, value = self.formats(number, spec.num_layers)
+            if self.rotate:
+                hadamard(layer.head_dim)
+            layers.append(replace(layer, key=key, value=value))
+        return KVCacheSpec.from_layers(layers, spec.block_size)
+
+    def bits_per_value(self, spec: KVCacheSpec) -> float:
+        """Bits that a value of the cache takes in a full block, K and V of all layers, scales included."""
+        values = spec.block_size * sum(la.num_kv_heads * (la.head_dim + la.head_dim_v) for la in spec.layers)
+        return 8 * self.apply_to(spec).bytes_per_block / values
+
+    def __str__(self) -> str:
+        text = f"K {self.key}; V {self.value}"
+        if self.rotate:
+            text += "; q and k rotated"
+        return text + "".join(f"; layer {number}: K {key}; V {value}" for number, key, value in self.exceptions)
+
+
+INT4_CANDIDATE = KVPolicy(
+    KVFormat("int4", ScaleLayout(tokens="block", heads=1, channels=1, scale_bits=16, zero_point_bits=16)),
+    KVFormat("int4", ScaleLayout(tokens=1, heads=1, scale_bits=16, zero_point_bits=16)),
+)
+"""KIVI's axes (Liu et al., 2024, section 3) with blocks of 32 tokens: 4.75 bits a value at a head size of 64.
+
+K has one scale a channel for the tokens of a block, V one a token: at 4 bits K is the problem, and its outliers are
+channels.
+"""
