@@ -116,7 +116,8 @@ def window_nll(
 
     Windows of ``ctx`` tokens do not overlap and begin without a BOS token; what does not fill a window is left out.
     ``policy`` None is the unquantised cache; ``progress`` names a bar. Raises ValueError if ``token_ids`` fill no
-    window, for a policy that does not fit the model, and for a model whose attention cannot be replaced.
+    window, for a policy that does not fit the model, and for a model whose attention cannot be replaced; RuntimeError
+    for a policy on a model that an open LLM has fused.
     """
     if ctx < 2 or len(token_ids) < ctx:
         raise ValueError(f"ctx must be within [2, {len(token_ids)}], the number of tokens, got {ctx}")

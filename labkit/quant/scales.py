@@ -12,7 +12,8 @@ asymmetric      (max - min) / largest code        min
 
 The zero point is the *value* that code 0 stands for (KIVI's notation), not a code: a row with values of one sign then
 costs no range. The largest code is 127 (int8), 7 (int4), 255 and 15 (the same, asymmetric), 448 (fp8_e4m3), 57344
-(fp8_e5m2). Both are computed in float32 and rounded to the stored width; what is stored is what divides.
+(fp8_e5m2). Both are computed in float32 and rounded to the stored width, where float16 saturates at 65504; what is
+stored is what divides.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def box_shape(layout: ScaleLayout, shape: torch.Size, block_size: int) -> tuple[
     """
     num_tokens, num_heads, head_dim = shape
     layout.num_scales(num_heads, head_dim, block_size)
-    tokens = {"layer": num_tokens, "block": block_size}.get(layout.tokens, layout.tokens)  # type: ignore[arg-type]
+    tokens = num_tokens if layout.tokens == "layer" else block_size if layout.tokens == "block" else layout.tokens
     heads = num_heads if layout.heads == "all" else layout.heads
     channels = head_dim if layout.channels == "all" else min(layout.channels, head_dim)
-    return int(tokens), heads, channels
+    return tokens, heads, channels
 
 
 def measure_scales(x: torch.Tensor, format: KVFormat, *, block_size: int = 16) -> Scales:
@@ -117,7 +118,7 @@ def finite_float32(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"x must be [num_tokens, num_heads, head_dim] and not empty, got {list(x.shape)}")
     if not x.isfinite().all():
         raise ValueError("x must be finite, got NaN or infinity")
-    return x.clamp(-LARGEST_VALUE, LARGEST_VALUE).float() if x.dtype != torch.float16 else x.float()
+    return x.float().clamp(-LARGEST_VALUE, LARGEST_VALUE)
 
 
 def _in_boxes(x: torch.Tensor, box: tuple[int, int, int], fill: float) -> torch.Tensor:
