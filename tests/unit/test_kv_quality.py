@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 
+from labkit import LLM
 from labkit.experiments.kv_quality import TEXT, kv_quality, quality_policies, quality_table, window_nll
+from labkit.kv_math import KVCacheSpec
 from labkit.models import load_model
 from labkit.paths import data_path
 from labkit.quant import KVFormat, KVPolicy
@@ -74,6 +77,28 @@ def test_bad_input_is_refused(tiny_llama, tokens):
         window_nll(tiny_llama, tokens)
     with pytest.raises(ValueError, match="got 3"):
         window_nll(tiny_llama, tokens, KVPolicy.of("int8").with_layers([3], "float32"), ctx=64)
+
+
+def test_a_model_that_an_open_llm_has_fused_is_refused(tiny_llama, tokens):
+    with LLM(tiny_llama, num_gpu_blocks_override=16), pytest.raises(RuntimeError, match="close it"):
+        window_nll(tiny_llama, tokens, KVPolicy.of("int8"), ctx=64)
+    window_nll(tiny_llama, tokens, KVPolicy.of("int8"), ctx=64)
+
+
+def test_the_recorded_table_names_its_source_and_shows_the_known_order():
+    recorded = json.loads(data_path("results/cpu/kv_quality.json").read_text())
+    assert "no GPU kernel ran" in recorded["measured"]
+    assert recorded["provenance"]["gpu"] is None and recorded["provenance"]["commit"]
+    rows = {row["policy"]: row for row in recorded["rows"]}
+    assert set(rows) == {"unquantised", *quality_policies()}
+    spec = KVCacheSpec(num_layers=30, num_kv_heads=3, head_dim=64, block_size=32)
+    for name, policy in quality_policies().items():
+        assert rows[name]["bits_per_value"] == policy.bits_per_value(spec)
+        assert (rows[name]["k_format"], rows[name]["v_format"]) == (str(policy.key), str(policy.value))
+    dnll = {name: row["dnll"] for name, row in rows.items()}
+    assert dnll["int8 per token-head"] < dnll["fp8 e4m3 per token-head"] < dnll["int4 K per channel, V per token"]
+    assert dnll["int4 K per channel, V per token"] < dnll["int4 asymmetric, groups of 32"]
+    assert dnll["int4 asymmetric, groups of 32"] < dnll["int4 per token-head, symmetric"]
 
 
 @pytest.mark.slow
