@@ -45,6 +45,52 @@ class KVPages(NamedTuple):
         return self.k.shape[1]
 
 
+class QuantisedPages(NamedTuple):
+    """K, or V, of one layer as codes and what is needed to read them: value = code * scale + zero_point.
+
+    codes: [num_blocks, num_kv_heads, block_size, head_dim], float16 or bfloat16 (stored as they are: no scales), int8
+        (symmetric), uint8 (asymmetric) or float8; int4: uint8 [num_blocks, num_kv_heads, block_size, head_dim / 2],
+        byte j = channel j in the low nibble, channel j + head_dim / 2 in the high one, symmetric codes stored as + 8.
+    scales, zero_points: float16 or float32 [num_blocks or 1, num_kv_heads or 1, block_size or 1, groups], where groups
+        divides head_dim and each scale serves head_dim / groups channels in a row. An axis of size 1 is shared:
+
+            [num_blocks, num_kv_heads, block_size, 1]     per token and head
+            [num_blocks, num_kv_heads, block_size, 4]     per token, head and group of head_dim / 4 channels
+            [num_blocks, num_kv_heads, 1, head_dim]       per channel, over the tokens of a block
+            [1, num_kv_heads, 1, 1]  [1, 1, 1, 1]         per head, per layer: fixed before the run
+
+        None: no scales (1.0), no zero points (0.0).
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    zero_points: torch.Tensor | None = None
+
+
+class QuantisedKVPages(NamedTuple):
+    """K and V pages of one layer, each in its own format; head_dim is that of the values, not of the codes.
+
+    k_tail, v_tail: where scales span the tokens of a block, it can be quantised only once it is full. Until then its
+    tokens wait in 16 bits: [num_tails, num_kv_heads, block_size, head_dim], one row a running sequence (`tail_rows`).
+    None where a token is quantised on its own.
+    """
+
+    k: QuantisedPages
+    v: QuantisedPages
+    head_dim_k: int
+    head_dim_v: int
+    k_tail: torch.Tensor | None = None
+    v_tail: torch.Tensor | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.k.codes.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.codes.shape[1]
+
+
 def check_attention_inputs(
     q: torch.Tensor,
     kv: KVPages,
