@@ -1,0 +1,13 @@
+"""Is what two widely read articles say about KV caches true?
+
+:data:`CLAIMS` has one :class:`Claim` for each statement; its numbers are computed when asked for.
+:func:`evidence` finds what was measured on a GPU, :func:`claims_table` lists both.
+"""
+
+from .article_a import ARTICLE_A
+from .article_b import ARTICLE_B
+from .claim import VERDICTS, Claim
+
+CLAIMS: dict[str, Claim] = {claim.id: claim for claim in (*ARTICLE_A, *ARTICLE_B)}
+
+__all__ = ["CLAIMS", "VERDICTS", "Claim"]
