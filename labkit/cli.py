@@ -18,6 +18,8 @@ models = typer.Typer(no_args_is_help=True, help="The embedded model.")
 app.add_typer(models, name="models")
 bench = typer.Typer(no_args_is_help=True, help="Measure, and write what was measured with where it comes from.")
 app.add_typer(bench, name="bench")
+experiment = typer.Typer(no_args_is_help=True, help="Run a published experiment again.")
+app.add_typer(experiment, name="experiment")
 
 
 @app.command()
@@ -159,6 +161,20 @@ def bench_kernels_command(
     results = kernel_bench.run(only)
     if out is not None:
         out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+@experiment.command("quality")
+def experiment_quality_command(
+    out: Annotated[Path, typer.Option(help="JSON file to complete: its rows are kept.")] = Path("quality.json"),
+    num_tokens: Annotated[int, typer.Option("--tokens", help="First tokens of the shipped text.")] = 16384,
+    policy: Annotated[list[str] | None, typer.Option(help="A policy by name; may be repeated; else all.")] = None,
+) -> None:
+    """What each KV format costs the embedded model in perplexity, on the CPU: about two minutes a policy."""
+    from labkit.experiments.kv_quality import quality_table
+    from labkit.experiments.recorded_quality import record_quality
+
+    rows = record_quality(out, num_tokens=num_tokens, only=policy)
+    typer.echo(quality_table(rows).to_string(index=False, float_format="{:.4f}".format))
 
 
 def main() -> None:

@@ -1,0 +1,99 @@
+"""The recorded quality of the embedded model's KV formats: data/results/quality.json, one row a policy.
+
+labkit experiment quality     measures what is missing, in fp32 on the CPU; rows that are there are kept
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from labkit.models import embedded, load_model
+from labkit.paths import data_path
+
+from .kv_quality import Row, fixed_scales, quality_row, unquantised_row, window_nll
+from .kv_windows import cache_spec
+from .provenance import provenance
+from .quality_policies import quality_policies
+
+TEXT = "text/persuasion_excerpt_320k.txt"
+NUM_TOKENS = 16384
+CALIBRATION_TOKENS = 8192  # those that follow the measured ones
+HOW = "K and V went through the reference quantiser on their way into the paged cache; no GPU kernel ran"
+
+
+def record_quality(
+    path: Path,
+    *,
+    num_tokens: int = NUM_TOKENS,
+    ctx: int = 1024,
+    only: Collection[str] | None = None,
+    progress: bool = True,
+) -> list[Row]:
+    """Measure the policies that ``path`` has no row of, writing after each; returns all rows.
+
+    A row is kept if it is of the same policy, text, tokens and ctx. ``only`` names policies. Raises ValueError for an
+    unknown name, and if this machine's unquantised perplexity is not that of the file to 1e-5.
+    """
+    policies = quality_policies()
+    if unknown := set(only or ()) - set(policies):
+        raise ValueError(f"policies must be among {', '.join(policies)}, got {', '.join(sorted(unknown))}")
+    text = Path(TEXT).name
+    shared: Row = {"text": text, "tokens": num_tokens, "ctx": ctx, "block_size": 32, "device": "cpu"}
+    kept = [row for row in _rows(path) if shared.items() <= row.items() and _is_current(row)]
+    done = {row["policy"] for row in kept}
+    missing = [name for name in policies if name not in done and (only is None or name in only)]
+    if not missing and done:
+        return kept
+
+    model, tokenizer = load_model(dtype=torch.float32, device="cpu")
+    token_ids = tokenizer.encode(data_path(TEXT).read_text(), verbose=False)
+    measured, calibration = token_ids[:num_tokens], token_ids[num_tokens : num_tokens + CALIBRATION_TOKENS]
+    spec = cache_spec(model, 32)
+    source = provenance("cpu") | {"model": f"{embedded.NAME}, Q4_1 weights dequantised", "dtype": "float32"}
+    stamp = {"commit": source["commit"], "date": source["date"]}
+    baseline = window_nll(model, measured, ctx=ctx, progress="unquantised" if progress else None)
+    unquantised = shared | unquantised_row(spec, baseline) | stamp
+    rows = kept if "unquantised" in done else [unquantised, *kept]
+    if abs(rows[0]["ppl"] - unquantised["ppl"]) > 1e-5:
+        raise ValueError(f"{path} has rows of another baseline: ppl {rows[0]['ppl']}, here {unquantised['ppl']}")
+    order = ["unquantised", *policies]
+    for name in missing:
+        policy = policies[name]
+        scales = fixed_scales(model, policy, calibration, spec.num_layers, ctx)
+        nll = window_nll(model, measured, policy, ctx=ctx, scales=scales, progress=name if progress else None)
+        rows.append(shared | quality_row(name, policy, spec, nll, baseline, ctx=ctx) | stamp)
+        rows.sort(key=lambda row: order.index(row["policy"]))
+        _write(path, {"measured": HOW, "calibration_tokens": CALIBRATION_TOKENS, "provenance": source, "rows": rows})
+    return rows
+
+
+def recorded_quality() -> list[Row]:
+    """The rows that ship."""
+    return _rows(data_path("results/quality.json"))
+
+
+def _rows(path: Path) -> list[Row]:
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def _is_current(row: Row) -> bool:
+    """Whether the policy of that name is still the one that was measured."""
+    if row["policy"] == "unquantised":
+        return True
+    policy = quality_policies().get(row["policy"])
+    return policy is not None and (row["k_format"], row["v_format"], row["rotate"], row["other_layers"]) == (
+        str(policy.key),
+        str(policy.value),
+        policy.rotate,
+        [number for number, _, _ in policy.exceptions],
+    )
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
