@@ -272,12 +272,13 @@ class KVCacheManager:
         """Where the slots are now. O(1), and O(1) more for each block that a copy is under way for."""
         moving = list(self.swap_space.num_copies.items())  # a copy: a monitor's thread may ask at any time
         in_flight = [b for b, num_copies in moving if self.pool.ref_cnt[b] == num_copies]
+        num_blocks, num_free = self.pool.num_blocks, self.pool.num_free
         return KVCacheUsage(
-            num_blocks=self.num_blocks,
+            num_blocks=num_blocks,
             block_size=self.block_size,
-            num_referenced_blocks=self.num_blocks - self.pool.num_free - len(in_flight),
+            num_referenced_blocks=num_blocks - num_free - len(in_flight),
             num_cached_free_blocks=self._num_cached_free,
-            num_free_blocks=self.pool.num_free - self._num_cached_free,
+            num_free_blocks=num_free - self._num_cached_free,
             num_live_tokens=self._num_live_tokens - sum(self._num_written[b] for b in in_flight),
             num_in_flight_blocks=len(in_flight),
         )
@@ -343,14 +344,15 @@ class KVCacheManager:
             self.events.append(BlocksFreed(request_id, tuple(sequence.block_ids)))
 
     def _set_computed(self, sequence: _Sequence, num_computed_tokens: int) -> None:
-        size, written = self.block_size, self._num_written
+        size, written, block_ids = self.block_size, self._num_written, sequence.block_ids
         position = sequence.num_computed_tokens
         while position < num_computed_tokens:
-            block_id = sequence.block_ids[position // size]
-            end = min(num_computed_tokens, (position // size + 1) * size)
-            self._num_live_tokens += (end - 1) % size + 1 - written[block_id]
-            written[block_id] = (end - 1) % size + 1
-            position = end
+            index = position // size
+            block_id = block_ids[index]
+            filled = min(num_computed_tokens - index * size, size)
+            self._num_live_tokens += filled - written[block_id]
+            written[block_id] = filled
+            position = index * size + filled
         sequence.num_computed_tokens = num_computed_tokens
 
     def _release(self, block_ids: Sequence[int]) -> None:

@@ -70,14 +70,14 @@ class PrefixCache:
         tokens = tuple(token_ids)
         if len(tokens) != self.block_size:
             raise ValueError(f"token_ids must fill a block of {self.block_size}, got {len(tokens)}")
-        found = self._find(parent, tokens, salt)
-        if found is not None:
-            return found, None
-        entry = CachedBlock(block_id, self._hash(parent, tokens, salt), parent, tokens, salt)
-        displaced = self._by_hash.get(entry.chain_hash)
+        chain_hash = self._hash(parent, tokens, salt)
+        displaced = self._by_hash.get(chain_hash)
         if displaced is not None:
+            if self._holds(displaced, parent, tokens, salt):
+                return displaced, None
             self.evict(displaced.block_id)
-        self._by_hash[entry.chain_hash] = entry
+        entry = CachedBlock(block_id, chain_hash, parent, tokens, salt)
+        self._by_hash[chain_hash] = entry
         self._by_block[block_id] = entry
         return entry, None if displaced is None else displaced.block_id
 
@@ -98,9 +98,11 @@ class PrefixCache:
 
     def _find(self, parent: CachedBlock | None, tokens: tuple[int, ...], salt: str | None) -> CachedBlock | None:
         entry = self._by_hash.get(self._hash(parent, tokens, salt))
-        if entry is None or entry.parent is not parent or entry.token_ids != tokens or entry.salt != salt:
-            return None
-        return entry
+        return entry if entry is not None and self._holds(entry, parent, tokens, salt) else None
+
+    @staticmethod
+    def _holds(entry: CachedBlock, parent: CachedBlock | None, tokens: tuple[int, ...], salt: str | None) -> bool:
+        return entry.parent is parent and entry.token_ids == tokens and entry.salt == salt
 
     @staticmethod
     def _hash(parent: CachedBlock | None, tokens: tuple[int, ...], salt: str | None) -> int:

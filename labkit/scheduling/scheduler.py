@@ -168,22 +168,21 @@ class Scheduler:
         requests that ended or were preempted while the step ran are passed over.
         """
         self.end_swaps(plan, result.swaps_done)
-        changed = []
-        for entry in plan.requests:
-            request = entry.request
+        changed: list[Request] = []
+        commit, failed, prompt_logprobs = self.kv.commit, result.failed, result.prompt_logprobs
+        for request, first, num_tokens, _, num_samples in plan.requests:
             request_id = request.request_id
             if request.status is not RequestStatus.RUNNING:
                 continue
-            if request_id in result.failed:
-                self.finish(request, "error", str(result.failed[request_id]))
+            if request_id in failed:
+                self.finish(request, "error", str(failed[request_id]))
                 changed.append(request)
                 continue
-            self.kv.commit(request_id, request.token_ids, entry.num_computed_tokens + entry.num_scheduled_tokens)
-            if rows := result.prompt_logprobs.get(request_id):  # after a preemption they come a second time
-                first = entry.num_computed_tokens
+            commit(request_id, request.token_ids, first + num_tokens)
+            if rows := prompt_logprobs.get(request_id):  # after a preemption they come a second time
                 request.prompt_logprobs[first : first + len(rows)] = rows
-            if entry.num_samples:
-                request.num_pending_tokens -= entry.num_samples
+            if num_samples:
+                request.num_pending_tokens -= num_samples
                 changed += self._take_samples(request, result)
         return changed
 

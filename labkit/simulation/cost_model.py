@@ -46,8 +46,8 @@ class RooflineCost:
     def __call__(self, plan: StepPlan) -> float:
         """Seconds for one step."""
         num_tokens = num_context = num_pairs = 0
-        for entry in plan.requests:
-            new, context = entry.num_scheduled_tokens, entry.num_computed_tokens + entry.num_scheduled_tokens
+        for _, num_computed, new, _, _ in plan.requests:
+            context = num_computed + new
             num_tokens += new
             num_context += context
             num_pairs += new * context - new * (new - 1) // 2  # causal: the first new token sees new - 1 fewer

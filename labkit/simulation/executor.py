@@ -58,10 +58,10 @@ class SimulatedExecutor:
     def collect(self) -> StepResult:
         plan = self._submitted.popleft()
         self._clock += self._step_cost(plan)
-        return StepResult(
-            {
-                entry.request.request_id: [self._next_token(entry.request, i) for i in range(entry.num_samples)]
-                for entry in plan.requests
-                if entry.num_samples
-            }
-        )
+        next_token, token_ids = self._next_token, {}
+        for request, _, _, _, num_samples in plan.requests:
+            if num_samples == 1:
+                token_ids[request.request_id] = (next_token(request, 0),)
+            elif num_samples:
+                token_ids[request.request_id] = tuple(next_token(request, i) for i in range(num_samples))
+        return StepResult(token_ids)
