@@ -84,7 +84,9 @@ def plan(
     model: Annotated[str, typer.Argument(help="For example Llama-3-8B; a wrong name lists the known ones.")],
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Of the KV cache; auto is that of the weights.")] = "auto",
-    block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens in a block; 16 if left out, 32 for int4, whose tokens share scales.")
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of a full request; the model's limit if left out.")
     ] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.kv_math import PER_HEAD, PER_TENSOR, PER_TOKEN_HEAD, KVFormat
-from labkit.quant import INT4_CANDIDATE, KVPolicy, ScaleLayout
+from labkit.quant import KVPolicy, ScaleLayout
 
 
 def quality_policies() -> dict[str, KVPolicy]:
@@ -52,7 +52,7 @@ def _int4() -> dict[str, KVPolicy]:
         "int4 per token-head, asymmetric, rotated": KVPolicy.of(asymmetric, rotate=True),
         "int4 asymmetric, groups of 32": KVPolicy.of(int4(1, 32)),
         "int4 asymmetric, groups of 32, rotated": KVPolicy.of(int4(1, 32), rotate=True),
-        "int4 K per channel, V per token": INT4_CANDIDATE,
+        "int4 K per channel, V per token": KVPolicy.of("int4"),
         "int4 K per channel symmetric, V per token": KVPolicy.of(int4("block", 1, 0), asymmetric),
         "int4 K per channel, V groups of 32": KVPolicy.of(per_channel, int4(1, 32)),
         "int4 K per channel, V per token, rotated": KVPolicy.of(per_channel, asymmetric, rotate=True),
@@ -70,7 +70,7 @@ def _mixed() -> dict[str, KVPolicy]:
         "int4 per token-head symmetric, first and last layer bf16": KVPolicy.of(symmetric).with_layers(
             first_and_last, "bfloat16"
         ),
-        "int4 K per channel, V per token, first and last layer bf16": INT4_CANDIDATE.with_layers(
+        "int4 K per channel, V per token, first and last layer bf16": KVPolicy.of("int4").with_layers(
             first_and_last, "bfloat16"
         ),
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from .formats import KVFormat
+from .formats import BITS, KVFormat, dtype_name, kv_formats
 from .hf_config import read_kv_layers
 from .units import ceil_div, format_bytes, require_int
 
@@ -38,6 +38,11 @@ class KVLayer:
         return self.key.bytes_per_layer(self.num_kv_heads, self.head_dim) + self.value.bytes_per_layer(
             self.num_kv_heads, self.head_dim_v
         )
+
+    @property
+    def tail_values_per_token(self) -> int:
+        """Values of a token that wait unquantised for their block to fill (:attr:`KVFormat.needs_tail`)."""
+        return self.num_kv_heads * (self.head_dim * self.key.needs_tail + self.head_dim_v * self.value.needs_tail)
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -70,12 +75,11 @@ class KVCacheSpec:
     ) -> None:
         """Layers that are all alike. ``head_dim_v`` and ``value_dtype`` follow ``head_dim`` and ``dtype`` if None.
 
-        Dtypes are names, torch dtypes or :class:`KVFormat`. Raises ValueError for a size below 1, an unknown dtype or
+        Dtypes are as in :func:`~labkit.kv_math.kv_formats`. Raises ValueError for a size below 1, an unknown dtype or
         scales that do not fit the block; TypeError for a size that is no int.
         """
         require_int("num_layers", num_layers, 1)
-        key = KVFormat.of(dtype)
-        value = key if value_dtype is None else KVFormat.of(value_dtype)
+        key, value = kv_formats(dtype, value_dtype)
         layer = KVLayer(num_kv_heads, head_dim, head_dim if head_dim_v is None else head_dim_v, key, value)
         self._set((layer,) * num_layers, block_size)
 
@@ -100,8 +104,7 @@ class KVCacheSpec:
         Raises ValueError, naming the config's model type, for models with layers that have no KV cache.
         """
         shapes, config_dtype = read_kv_layers(hf_config)
-        key = KVFormat.of((config_dtype or "bfloat16") if dtype == "auto" else dtype)
-        value = key if value_dtype is None else KVFormat.of(value_dtype)
+        key, value = kv_formats((config_dtype or "bfloat16") if dtype == "auto" else dtype, value_dtype)
         return cls.from_layers([KVLayer(*shape, key, value) for shape in shapes], block_size)
 
     def _set(self, layers: tuple[KVLayer, ...], block_size: int) -> None:
@@ -120,8 +123,7 @@ class KVCacheSpec:
         ``spec.with_formats("int8").with_formats("bfloat16", layers=[0, -1])`` keeps the first and last layer in 16 bit.
         Raises ValueError for a layer number that does not exist.
         """
-        key = KVFormat.of(dtype)
-        value = key if value_dtype is None else KVFormat.of(value_dtype)
+        key, value = kv_formats(dtype, value_dtype)
         n = len(self.layers)
         for i in layers or ():
             if not -n <= i < n:
@@ -162,6 +164,14 @@ class KVCacheSpec:
     def bytes_for_pool(self, num_blocks: int) -> int:
         """Bytes of a pool of blocks together with the scales outside it: what an engine allocates."""
         return require_int("num_blocks", num_blocks, 0) * self.bytes_per_block + self.fixed_bytes
+
+    def bytes_for_tails(self, num_seqs: int, dtype: object = "bfloat16") -> int:
+        """Bytes in which the unfinished blocks of ``num_seqs`` running sequences wait, as values of ``dtype``.
+
+        0 unless a format has scales that tokens of a block share. Not part of the pool.
+        """
+        values = self.block_size * sum(layer.tail_values_per_token for layer in self.layers)
+        return require_int("num_seqs", num_seqs, 0) * values * BITS[dtype_name(dtype)] // 8
 
     def __repr__(self) -> str:
         sizes = f"{self.num_layers} layers, {self.bytes_per_token} bytes a token"

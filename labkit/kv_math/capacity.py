@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from . import gpus
 from .cache_spec import KVCacheSpec
-from .formats import BITS, dtype_name
+from .formats import BITS, dtype_name, kv_formats, usual_block_size
 from .gpus import GPU
 from .model_shapes import ModelShape, model_shape
 from .units import format_bytes, format_bytes_decimal, require_int
@@ -46,10 +46,17 @@ class CapacityPlan:
         """Slots in the pool, one token each."""
         return self.num_blocks * self.spec.block_size
 
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes that a running request takes beside its blocks: its unfinished block, where the format needs that."""
+        return self.spec.bytes_for_tails(1, self.dtype if BITS[self.dtype] >= 16 else "bfloat16")
+
     def max_concurrency(self, num_tokens: int | None = None) -> int:
         """Requests of ``num_tokens`` tokens each (``max_model_len`` if None) that the pool holds, sharing nothing."""
         num_tokens = self.max_model_len if num_tokens is None else require_int("num_tokens", num_tokens, 1)
-        return self.num_blocks // self.spec.blocks_for(num_tokens)
+        if not self.tail_bytes:
+            return self.num_blocks // self.spec.blocks_for(num_tokens)
+        return (self.kv_bytes - self.spec.fixed_bytes) // (self.spec.bytes_for_request(num_tokens) + self.tail_bytes)
 
     def decode_step_seconds(self, batch_size: int, num_tokens: int | None = None) -> float:
         """No decode step of ``batch_size`` requests, each with ``num_tokens`` in the cache, is faster than this.
@@ -84,6 +91,7 @@ class CapacityPlan:
             ("V format", str(spec.layers[0].value)),
             (f"KV per token{per_gpu}", f"{spec.bytes_per_token:,} B = {format_bytes(spec.bytes_per_token)}"),
             ("blocks", f"{self.num_blocks:,} of {spec.block_size} tokens ({format_bytes(spec.bytes_per_block)} each)"),
+            *([("16-bit tail per request", format_bytes(self.tail_bytes))] if self.tail_bytes else []),
             ("tokens in the pool", f"{self.num_tokens:,}"),
             (f"requests of {self.max_model_len:,} tokens", f"{batch:,}" if batch else "0: not even one fits"),
         ]
@@ -115,7 +123,7 @@ def plan_capacity(
     dtype: object = "auto",
     kv_dtype: object = "auto",
     value_dtype: object = None,
-    block_size: int = 16,
+    block_size: int | None = None,
     gpu_memory_utilization: float = 0.9,
     activation_bytes: int = 0,
     max_model_len: int | None = None,
@@ -129,6 +137,7 @@ def plan_capacity(
         dtype: of the weights; "auto" is bfloat16, or float16 on a GPU without bfloat16.
         kv_dtype: of the cache, a name or KVFormat; "auto" is that of the weights.
         value_dtype: that of V, if it differs from ``kv_dtype``.
+        block_size: tokens in a block; None is 16, or 32 for formats where tokens of a block share scales.
         activation_bytes: peak of everything that is neither weights nor cache, on each GPU; 0 leaves it out.
         max_model_len: tokens of a full-length request; the model's own limit if None.
 
@@ -149,6 +158,8 @@ def plan_capacity(
                 f"kv_dtype must be given when the weights are {weights_dtype}: which format has the cache?"
             )
         kv_dtype = weights_dtype
+    if block_size is None:
+        block_size = usual_block_size(kv_formats(kv_dtype, value_dtype))
     spec = shape.kv_spec(kv_dtype, block_size, value_dtype=value_dtype, num_gpus=num_gpus)
     _require_support(the_gpu, "dtype", weights_dtype)
     _require_support(the_gpu, "kv_dtype", spec.layers[0].key.dtype)

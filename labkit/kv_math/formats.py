@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,7 +128,8 @@ class KVFormat:
         """The format of a name ("bfloat16", "fp8", ...), of a torch or numpy dtype, or a format as it is.
 
         fp8 gets one fp32 scale a layer, int8 one fp32 scale for each token and head, int4 an fp16 scale and an fp16
-        offset for each 32 channels (5 bits a value).
+        offset for each token and head. That is what V has under these names, and K too except for int4:
+        :func:`kv_formats` gives both.
 
         Raises ValueError for an unknown name.
         """
@@ -140,6 +142,11 @@ class KVFormat:
     def bits(self) -> int:
         """Bits of one stored value, without its share of a scale."""
         return BITS[self.dtype]
+
+    @property
+    def needs_tail(self) -> bool:
+        """Whether tokens wait unquantised until their block is full, since they share a scale with later ones."""
+        return self.scales is not None and self.scales.tokens not in (1, "layer")
 
     def bytes_per_block(self, num_kv_heads: int, head_dim: int, block_size: int) -> int:
         """Bytes of one block in one layer, scales included.
@@ -178,8 +185,29 @@ _USUAL_SCALES = {
     "fp8_e4m3": PER_TENSOR,
     "fp8_e5m2": PER_TENSOR,
     "int8": PER_TOKEN_HEAD,
-    "int4": ScaleLayout(tokens=1, heads=1, channels=32, scale_bits=16, zero_point_bits=16),
+    "int4": ScaleLayout(tokens=1, heads=1, scale_bits=16, zero_point_bits=16),
 }
+_INT4_KEY = KVFormat("int4", ScaleLayout(tokens="block", heads=1, channels=1, scale_bits=16, zero_point_bits=16))
+
+
+def kv_formats(dtype: object, value_dtype: object = None) -> tuple[KVFormat, KVFormat]:
+    """The formats of K and of V that a name stands for; V's name is K's if ``value_dtype`` is None.
+
+    They are alike but for "int4", where K has one scale a channel for the tokens of a block and V one a token: at 4
+    bits K is the problem, and its outliers are channels (Liu et al., KIVI, section 3). In blocks of 32 tokens, 4.75
+    bits a value at a head size of 64, 4.625 at 128.
+
+    Names, torch dtypes and formats as in :meth:`KVFormat.of`. Raises ValueError for an unknown name.
+    """
+    key = KVFormat.of(dtype)
+    if key.dtype == "int4" and not isinstance(dtype, KVFormat):
+        key = _INT4_KEY
+    return key, KVFormat.of(dtype if value_dtype is None else value_dtype)
+
+
+def usual_block_size(formats: Iterable[KVFormat]) -> int:
+    """Tokens in a block unless another size is asked for: 16, or 32 where tokens of a block share scales."""
+    return 32 if any(format.needs_tail for format in formats) else 16
 
 
 def _counted(n: int, noun: str) -> str:

@@ -14,14 +14,13 @@ from labkit.kv_math import KVFormat, ScaleLayout
 
 from .int4 import pack_int4, unpack_int4
 from .metrics import QuantError, quant_error
-from .policy import INT4_CANDIDATE, KVPolicy
+from .policy import KVPolicy
 from .quantiser import Quantised, dequantise, quantise, round_trip
 from .rotation import hadamard
 from .scales import Scales, measure_scales
 from .static_scales import LayerScales, load_scales, save_scales
 
 __all__ = [
-    "INT4_CANDIDATE",
     "KVFormat",
     "KVPolicy",
     "LayerScales",

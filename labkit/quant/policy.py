@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from labkit.kv_math import KVCacheSpec, KVFormat, ScaleLayout
+from labkit.kv_math import KVCacheSpec, KVFormat, kv_formats
 
 from .rotation import hadamard
 from .scales import check_format
@@ -16,7 +16,7 @@ class KVPolicy:
     """A format for K and one for V, layers that differ, and whether q and k are rotated before K is stored.
 
     ``KVPolicy.of("int8")``, ``KVPolicy.of("int4", "int8")``; ``.with_layers([0, -1], "bfloat16")`` keeps the first and
-    the last layer in 16 bit.
+    the last layer in 16 bit. ``KVPolicy.of("int4")`` has KIVI's axes: K one scale a channel, V one a token.
 
     Attributes:
         key, value: the formats of all layers that are not named in ``exceptions``.
@@ -37,12 +37,11 @@ class KVPolicy:
 
     @classmethod
     def of(cls, key: object, value: object = None, *, rotate: bool = False) -> KVPolicy:
-        """All layers alike, by names ("int8", "fp8", ...), torch dtypes or formats; V as K if ``value`` is None.
+        """All layers alike, by what :func:`~labkit.kv_math.kv_formats` takes: names ("int8", "fp8", ...) or formats.
 
         Raises ValueError for an unknown name, and for formats that cannot be stored.
         """
-        key_format = KVFormat.of(key)
-        return cls(key_format, key_format if value is None else KVFormat.of(value), rotate)
+        return cls(*kv_formats(key, value), rotate)
 
     def with_layers(self, layers: Sequence[int], key: object, value: object = None) -> KVPolicy:
         """This policy with other formats in ``layers``."""
@@ -84,14 +83,3 @@ class KVPolicy:
         if self.rotate:
             text += "; q and k rotated"
         return text + "".join(f"; layer {number}: K {key}; V {value}" for number, key, value in self.exceptions)
-
-
-INT4_CANDIDATE = KVPolicy(
-    KVFormat("int4", ScaleLayout(tokens="block", heads=1, channels=1, scale_bits=16, zero_point_bits=16)),
-    KVFormat("int4", ScaleLayout(tokens=1, heads=1, scale_bits=16, zero_point_bits=16)),
-)
-"""KIVI's axes (Liu et al., 2024, section 3) with blocks of 32 tokens: 4.75 bits a value at a head size of 64.
-
-K has one scale a channel for the tokens of a block, V one a token: at 4 bits K is the problem, and its outliers are
-channels.
-"""

@@ -20,7 +20,9 @@ from labkit.kv_math import (
     format_bytes,
     format_bytes_decimal,
     kv_bytes_per_token,
+    kv_formats,
     model_shape,
+    usual_block_size,
 )
 
 LLAMA_2_13B = KVCacheSpec(num_layers=40, num_kv_heads=40, head_dim=128, dtype="float16", block_size=16)
@@ -117,8 +119,26 @@ def test_names_of_dtypes() -> None:
     for name in ("bf16", "torch.bfloat16", "bfloat16"):
         assert KVFormat.of(name) == KVFormat("bfloat16")
     assert KVFormat.of("fp8").dtype == "fp8_e4m3"
-    assert KVFormat.of("int4").bits_per_value(8, 128, 16) == 5.0
+    assert KVFormat.of("int4").bits_per_value(8, 128, 16) == 4.25
     assert str(KVFormat.of("int8")) == "int8, 32-bit scale per token x head"
+
+
+def test_int4_alone_means_k_per_channel_and_v_per_token() -> None:
+    key, value = kv_formats("int4")
+    assert (key.scales, value.scales) == (ScaleLayout("block", 1, 1, 16, 16), ScaleLayout(1, 1, "all", 16, 16))
+    assert kv_formats("int8", "int4") == (KVFormat.of("int8"), value)
+    assert kv_formats("int4", "int8") == (key, KVFormat.of("int8"))
+    assert kv_formats(value) == (value, value), "a format is taken as it is"
+    spec = KVCacheSpec(1, 8, 128, "int4", block_size=32)
+    assert spec.bytes_per_block * 8 / (32 * 8 * 256) == 4.625
+
+
+def test_unfinished_blocks_wait_in_16_bit_only_where_tokens_share_scales() -> None:
+    assert KVCacheSpec(2, 8, 128, "int4", block_size=32).bytes_for_tails(5) == 5 * 2 * 8 * 32 * 128 * 2
+    assert KVCacheSpec(2, 8, 128, "int4", block_size=32).bytes_for_tails(1, "float32") == 2 * 8 * 32 * 128 * 4
+    for name in ("bfloat16", "fp8", "int8"):
+        assert KVCacheSpec(2, 8, 128, name).bytes_for_tails(5) == 0
+    assert [usual_block_size(kv_formats(name)) for name in ("bfloat16", "fp8", "int8", "int4")] == [16, 16, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +175,7 @@ def test_a_block_has_room_for_every_bit_and_wastes_less_than_a_byte_a_row(
     needed_bits = 0
     for fmt, d in ((key, d_k), (value, d_v)):
         in_block = fmt.scales is not None and fmt.scales.tokens != "layer"
-        groups = -(-d // 32) if fmt.dtype == "int4" else 1
-        needed_bits += block * heads * (d * fmt.bits + 32 * groups * in_block)
+        needed_bits += block * heads * (d * fmt.bits + 32 * in_block)
     needed_bits *= layers
     assert 0 <= 8 * spec.bytes_per_block - needed_bits < 8 * layers * 2 * block * heads
     assert 0 <= spec.bytes_per_token * block - spec.bytes_per_block < block

@@ -104,6 +104,15 @@ def test_activations_and_scales_come_out_of_the_pool() -> None:
         )
 
 
+def test_int4_is_planned_in_blocks_of_32_with_a_tail_beside_each_request() -> None:
+    plan = plan_capacity("h200", "llama-3-8b", kv_dtype="int4")
+    assert plan.spec.block_size == 32 and plan.tail_bytes == 32 * 8 * 128 * 32 * 2
+    per_request = plan.spec.bytes_for_request(8192) + plan.tail_bytes
+    assert plan.max_concurrency() == plan.kv_bytes // per_request
+    assert ("16-bit tail per request", "2.00 MiB") in plan.rows()
+    assert plan_capacity("h200", "llama-3-8b", kv_dtype="int8").tail_bytes == 0
+
+
 def test_two_gpus_hold_more_than_twice_the_tokens_of_one() -> None:
     one, two = (plan_capacity("h200", "llama-3-8b", num_gpus=n) for n in (1, 2))
     assert two.spec.bytes_per_token == one.spec.bytes_per_token // 2

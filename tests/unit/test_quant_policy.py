@@ -7,7 +7,6 @@ import torch
 
 from labkit.kv_math import PER_HEAD, PER_TOKEN_HEAD, KVCacheSpec
 from labkit.quant import (
-    INT4_CANDIDATE,
     KVFormat,
     KVPolicy,
     LayerScales,
@@ -81,14 +80,14 @@ def test_k_and_v_may_differ_and_the_last_mention_of_a_layer_holds():
 
 def test_bytes_of_a_policy_are_what_the_quantiser_stores():
     x = torch.randn(64, 3, 64)
-    stored = sum(quantise(x, f, block_size=32).num_bytes for f in INT4_CANDIDATE.formats(0, 4))
-    assert stored * 4 == 2 * INT4_CANDIDATE.apply_to(SPEC).bytes_per_block
+    stored = sum(quantise(x, f, block_size=32).num_bytes for f in KVPolicy.of("int4").formats(0, 4))
+    assert stored * 4 == 2 * KVPolicy.of("int4").apply_to(SPEC).bytes_per_block
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-def test_the_int4_candidate_takes_at_most_five_bits_with_its_scales(head_dim):
+def test_int4_takes_at_most_five_bits_with_its_scales(head_dim):
     spec = KVCacheSpec(32, 8, head_dim, block_size=32)
-    assert INT4_CANDIDATE.bits_per_value(spec) <= 5.0
+    assert KVPolicy.of("int4").bits_per_value(spec) <= 5.0
 
 
 @pytest.mark.parametrize(
