@@ -1,7 +1,7 @@
 """Is what two widely read articles say about KV caches true?
 
 :data:`CLAIMS` has one :class:`Claim` for each statement; its numbers are computed when asked for.
-:func:`evidence` finds what was measured on a GPU, :func:`claims_table` lists both.
+:func:`labkit.experiments.claims.evidence.evidence` finds what was measured, ``claims_table`` there lists both.
 """
 
 from .article_a import ARTICLE_A

@@ -1,0 +1,143 @@
+"""What recorded results say about a claim, and the table of all claims."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from labkit.paths import data_path
+
+from . import CLAIMS
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One measured figure. ``where``: the result file under data/results, its device and commit."""
+
+    quantity: str
+    setting: str
+    value: float
+    unit: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.quantity} ({self.setting}): {self.value:,.4g} {self.unit} [{self.where}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Rows of a result file that bear on a claim: those that have all of ``match``."""
+
+    file: str
+    match: dict[str, Any]
+    column: str
+    quantity: str
+    unit: str
+    setting: tuple[str, ...]
+
+
+def _serve(system: str) -> Lookup:
+    return Lookup("h200/serve.json", {"system": system}, "tokens_per_second", system, "tokens/s", ("model", "workload"))
+
+
+def _kernel(kv_format: str) -> Lookup:
+    match = {"op": "decode", "system": "labkit", "kv_format": kv_format}
+    setting = ("heads", "batch", "block_size")
+    return Lookup("h200/quant.json", match, "ratio_to_bf16", f"time of {kv_format} / bf16", "x", setting)
+
+
+def _quality(k_format: str) -> Lookup:
+    setting = ("k_format", "v_format", "tokens")
+    return Lookup("quality.json", {"k_dtype": k_format}, "delta_ppl_percent", "perplexity added", "%", setting)
+
+
+def _combined(column: str, quantity: str, unit: str) -> Lookup:
+    return Lookup("h200/combined.json", {}, column, quantity, unit, ("model", "memory_limit_gib", "lengths", "rung"))
+
+
+_BY_BLOCK_SIZE = Lookup(
+    "h200/kernels.json",
+    {"op": "decode", "system": "labkit", "batch": "32x2048"},
+    "percent_of_ceiling",
+    "decode",
+    "% of the read ceiling",
+    ("heads", "block_size"),
+)
+_PREEMPTION = Lookup("h200/engine.json", {"op": "preemption"}, "tokens_per_second", "preemption", "tokens/s", ("by",))
+_HEADS = Lookup("h200/heads.json", {"op": "decode layer"}, "us", "decode layer", "us", ("kv_heads",))
+_UPTRAINING = Lookup("h200/heads.json", {"op": "conversion"}, "ppl", "perplexity", "", ("kv_heads", "stage"))
+
+LOOKUPS: dict[str, tuple[Lookup, ...]] = {
+    "A27": (_BY_BLOCK_SIZE,),
+    "A29": (_PREEMPTION,),
+    "A33": (_serve("labkit"), _serve("transformers-cb"), _serve("transformers-generate")),
+    "A36": (_quality("int8"), _quality("fp8_e4m3"), _quality("int4")),
+    "A38": (_kernel("fp8"),),
+    "A39": (_kernel("int8"),),
+    "B29": (_HEADS,),
+    "B30": (_UPTRAINING,),
+    "B33": (_HEADS,),
+    "B38": (_quality("int8"), _quality("int4")),
+    "B39": (_quality("int8"),),
+    "B40": (_quality("int4"),),
+    "B41": (_kernel("int8"), _kernel("int4")),
+    **{claim: (_combined("max_concurrency", "requests at once", ""),) for claim in ("B44", "B45", "B46")},
+    **{claim: (_combined("tokens_per_second", "throughput", "tokens/s"),) for claim in ("B47", "B49")},
+}
+
+
+def evidence(claim_id: str) -> list[Evidence]:
+    """Recorded figures for a claim, its own measurements first; empty if nothing was measured yet.
+
+    Raises ValueError for an id that no claim has.
+    """
+    if claim_id not in CLAIMS:
+        raise ValueError(f"claim_id must be one of A1 to A41 and B1 to B50, got {claim_id!r}")
+    own = Lookup("h200/claims.json", {"claim": claim_id}, "value", "", "", ("setting",))
+    return [found for lookup in (own, *LOOKUPS.get(claim_id, ())) for found in _find(lookup)]
+
+
+def claims_table(article: str | None = None) -> pd.DataFrame:
+    """All claims, or those of article "A" or "B": verdict, what holds, how it is checked, source, measured figures."""
+    return pd.DataFrame(
+        {
+            "id": claim.id,
+            "claim": claim.says,
+            "verdict": claim.verdict,
+            "what holds": claim.statement,
+            "checked by": claim.check,
+            "source": claim.source,
+            "measured": "; ".join(map(str, evidence(claim.id))),
+        }
+        for claim in CLAIMS.values()
+        if article in (None, claim.article)
+    )
+
+
+def _find(lookup: Lookup) -> list[Evidence]:
+    document = _document(lookup.file)
+    made = document.get("provenance", {})
+    where = f"{Path(lookup.file).name}, {made.get('gpu') or made.get('cpu') or 'CPU'}, commit {made.get('commit')}"
+    found = []
+    for row in document.get("rows", []):
+        if all(row.get(key) == value for key, value in lookup.match.items()) and row.get(lookup.column) is not None:
+            setting = ", ".join(f"{row[key]}" for key in lookup.setting if row.get(key) is not None)
+            quantity, unit = row.get("quantity", lookup.quantity), row.get("unit", lookup.unit)
+            found.append(Evidence(quantity, setting, float(row[lookup.column]), unit, where))
+    return found
+
+
+@cache
+def _document(file: str) -> Row:
+    """A result file; {} if nobody has measured it yet."""
+    try:
+        return json.loads(data_path(f"results/{file}").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}

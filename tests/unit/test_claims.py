@@ -1,0 +1,90 @@
+"""Every claim of the two articles has a verdict, and its numbers come out as the arithmetic says."""
+
+import re
+
+import pytest
+
+from labkit.experiments.claims import CLAIMS, VERDICTS
+from labkit.experiments.claims.evidence import LOOKUPS, claims_table, evidence
+from labkit.experiments.claims.measurements import attention_flops, gain_by_spread
+
+IDS = [f"A{n}" for n in range(1, 42)] + [f"B{n}" for n in range(1, 51)]
+
+
+def test_no_claim_is_missing():
+    assert list(CLAIMS) == IDS
+
+
+@pytest.mark.parametrize("claim_id", IDS)
+def test_a_claim_says_what_holds_and_how_that_is_known(claim_id):
+    claim = CLAIMS[claim_id]
+    assert claim.id == claim_id
+    assert claim.verdict in VERDICTS
+    assert claim.says.endswith((".", "%"))
+    assert claim.check and claim.source
+    assert claim.statement.endswith(".")
+    assert not re.search(r"nan|inf\b|[{}]", claim.statement)
+
+
+def test_only_claims_that_hold_are_confirmed_without_a_reason():
+    short = [claim.id for claim in CLAIMS.values() if claim.statement == "True."]
+    assert all(CLAIMS[claim_id].verdict == "correct" for claim_id in short)
+
+
+@pytest.mark.parametrize(
+    ("claim_id", "number", "value"),
+    [
+        ("A1", "knee", 31_777),
+        ("A2", "conv", 26.9),
+        ("A4", "b16", 0.54),
+        ("A6", "gib", 50.0),
+        ("A12", "gb", 1.678),
+        ("A14", "reserved", 15.3),
+        ("A14", "paged", 45.8),
+        ("A18", "slot20", 52),
+        ("A18", "slot47", 127),
+        ("A34", "c256", 2416),
+        ("B2", "most40", 1.87),
+        ("B6", "gib", 2.0),
+        ("B7", "even", 6.28),
+        ("B11", "tokens", 91_136),
+        ("B14", "conv", 8.02),
+        ("B18", "rate", 532),
+        ("B18", "share", 35.7),
+        ("B21", "conv", 0.81),
+        ("B43", "at90", 3),
+        ("B45", "fits", 23),
+        ("B46", "fits", 47),
+    ],
+)
+def test_the_numbers_of_a_claim(claim_id, number, value):
+    """Within 2 %: percentiles of a trace stand for its requests."""
+    assert CLAIMS[claim_id].numbers()[number] == pytest.approx(value, rel=0.02)
+
+
+def test_the_table_has_a_row_for_each_claim_and_can_be_split_by_article():
+    assert list(claims_table().id) == IDS
+    assert len(claims_table("A")) == 41
+    assert len(claims_table("B")) == 50
+
+
+def test_evidence_names_file_device_and_commit():
+    found = evidence("A27")
+    assert found, "the sweep over block sizes is recorded"
+    assert all("kernels.json" in item.where and "H200" in item.where and "commit" in item.where for item in found)
+    assert set(LOOKUPS) <= set(CLAIMS)
+
+
+def test_an_unknown_claim_is_named():
+    with pytest.raises(ValueError, match="'A99'"):
+        evidence("A99")
+
+
+def test_sharing_kv_heads_saves_no_attention_flops():
+    assert {row["value"] for row in attention_flops()} == {536_870_912}
+
+
+def test_blocks_gain_more_where_lengths_differ_more():
+    gains = [row["value"] for row in gain_by_spread()]
+    assert gains == sorted(gains)
+    assert gains[-1] > 2 * gains[1]
