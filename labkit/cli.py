@@ -170,12 +170,13 @@ def experiment_quality_command(
     out: Annotated[Path, typer.Option(help="JSON file to complete: its rows are kept.")] = Path("quality.json"),
     num_tokens: Annotated[int, typer.Option("--tokens", help="First tokens of the shipped text.")] = 16384,
     policy: Annotated[list[str] | None, typer.Option(help="A policy by name; may be repeated; else all.")] = None,
+    device: Annotated[str, typer.Option(help="cpu: about two minutes a policy; cuda: seconds.")] = "cpu",
 ) -> None:
-    """What each KV format costs the embedded model in perplexity, on the CPU: about two minutes a policy."""
+    """What each KV format costs the embedded model in perplexity, by the reference quantiser in fp32."""
     from labkit.experiments.kv_quality import quality_table
     from labkit.experiments.recorded_quality import record_quality
 
-    rows = record_quality(out, num_tokens=num_tokens, only=policy)
+    rows = record_quality(out, num_tokens=num_tokens, device=device, only=policy)
     typer.echo(quality_table(rows).to_string(index=False, float_format="{:.4f}".format))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from labkit.kv_math import KVCacheSpec, KVFormat
+from labkit.kv_math import KVCacheSpec
 from labkit.quant import KVPolicy, LayerScales, hadamard, round_trip
 
 from .calibration import calibrate, has_fixed_scales
@@ -154,15 +154,8 @@ def tail_bits(policy: KVPolicy, spec: KVCacheSpec, ctx: int) -> float:
     Where scales span the tokens of a block, those of the newest block wait in 16 bits until it is full: one block of
     K, or V, a layer and sequence. With K alone so, blocks of 32 and ctx 1024: 16 x 32 / 1024 / 2 = 0.25 bits.
     """
-    tail = 0
-    for number, layer in enumerate(spec.layers):
-        sides = zip(policy.formats(number, spec.num_layers), (layer.head_dim, layer.head_dim_v), strict=True)
-        tail += sum(16 * spec.block_size * layer.num_kv_heads * dim for format, dim in sides if _spans_tokens(format))
-    return tail / (ctx * sum(layer.num_kv_heads * (layer.head_dim + layer.head_dim_v) for layer in spec.layers))
-
-
-def _spans_tokens(format: KVFormat) -> bool:
-    return format.scales is not None and format.scales.tokens not in (1, "layer")
+    values = ctx * sum(layer.num_kv_heads * (layer.head_dim + layer.head_dim_v) for layer in spec.layers)
+    return 8 * policy.apply_to(spec).bytes_for_tails(1) / values
 
 
 def paired_loss(nll: torch.Tensor, baseline: torch.Tensor) -> Row:

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from . import embedded, hub
+from .fp8_weights import check_quantization, quantise_weights, require_fp8_weights
 from .gguf import GGUFFile
 from .gguf_llama import gguf_tokenizer, llama_model
 from .quiet import quiet_transformers
@@ -36,6 +37,7 @@ def load_model(
     device: str | torch.device | None = None,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     revision: str | None = None,
+    quantization: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a decoder, ready for inference, and its tokenizer.
@@ -48,6 +50,7 @@ def load_model(
         device: default "cuda" if there is one, else "cpu".
         tokenizer: another tokenizer than the model's own: hub name, folder or object.
         revision: branch, tag or commit on the hub.
+        quantization: "fp8" rounds the weights, see :mod:`labkit.models.fp8_weights`; it says nothing of the KV cache.
 
     Weights are read from safetensors only, never from pickle files, and code that comes with a model runs only with
     ``trust_remote_code``. Raises ValueError for a bad argument and for an architecture that the engine cannot run
@@ -55,6 +58,9 @@ def load_model(
     """
     chosen_device = resolve_device(device)
     chosen = resolve_dtype(dtype, chosen_device)
+    check_quantization(quantization)
+    if quantization is not None:
+        require_fp8_weights(chosen_device, chosen)
     wants_own_tokenizer = tokenizer is None
     if name is None:
         folder, shown_name = embedded.fetch(), f"{embedded.NAME}, Q4_1 weights dequantised"
@@ -79,7 +85,10 @@ def load_model(
     elif tokenizer is not None:
         own_tokenizer = tokenizer
     model.config.name_or_path = shown_name
-    return model.to(chosen_device).eval(), own_tokenizer  # type: ignore[arg-type,return-value]
+    model = model.to(chosen_device).eval()  # type: ignore[arg-type]
+    if quantization is not None:
+        quantise_weights(model, quantization)
+    return model, own_tokenizer  # type: ignore[return-value]
 
 
 def load_config(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
