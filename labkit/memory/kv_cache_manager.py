@@ -46,13 +46,26 @@ class KVCacheManager:
     With ``num_host_blocks`` a sequence can leave the pool and keep what was computed (:class:`SwapSpace`); a copy that
     is under way counts in ``ref_cnt`` as a table does.
 
+    With ``shares_partial_blocks`` False only full blocks are shared by forks and moved to host memory: whoever goes on
+    from them computes the tokens after the last block boundary, at most ``block_size`` - 1, itself. KV formats need
+    this whose scales span the tokens of a block, since an unfinished block is not in the pool yet::
+
+        fork at token 10, blocks of 4      True: [b0][b1][b2 __]  child [b0][b1][b2 __], copied by who writes first
+                                          False: [b0][b1][b2 __]  child [b0][b1], computes tokens 8 and 9
+
     ``events`` is where it says what it did; set it to a list to record, to None to save the time.
     """
 
     can_share = True
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        shares_partial_blocks: bool = True,
     ) -> None:
         """Make a manager of ``num_blocks`` blocks of ``block_size`` tokens, and ``num_host_blocks`` to swap to.
 
@@ -62,6 +75,7 @@ class KVCacheManager:
             raise ValueError(f"block_size must be a power of two >= 1, got {block_size}")
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
+        self.shares_partial_blocks = shares_partial_blocks
         self.prefix_cache = PrefixCache(block_size) if enable_prefix_caching else None
         self.swap_space = SwapSpace(num_host_blocks)
         self.events: list[Event] | None = None
@@ -88,7 +102,9 @@ class KVCacheManager:
         return self._sequences[request_id].block_ids
 
     def num_computed_tokens(self, request_id: str) -> int:
-        """Tokens of a sequence that have K and V in its blocks, as far as :meth:`commit` was told."""
+        """Tokens of a sequence that have K and V in its blocks, or in host memory, as far as :meth:`commit` was told."""
+        if request_id in self.swap_space:
+            return self.swap_space.num_computed_tokens(request_id)
         return self._sequences[request_id].num_computed_tokens
 
     def __contains__(self, request_id: object) -> bool:
@@ -164,20 +180,24 @@ class KVCacheManager:
         return copies
 
     def fork(self, parent_id: str, child_id: str) -> None:
-        """Give ``child_id`` the same blocks as ``parent_id``; whoever writes first gets a copy. Takes no block."""
+        """Give ``child_id`` the blocks of ``parent_id``, whoever writes first gets a copy, or only the full ones of them.
+
+        Takes no block.
+        """
         if child_id in self._sequences:
             raise ValueError(f"request_id {child_id!r} already has a block table")
         parent = self._sequences[parent_id]
+        num_tokens = self._num_movable_tokens(parent)
         child = _Sequence(
             parent.salt,
-            list(parent.block_ids),
-            parent.num_computed_tokens,
+            parent.block_ids[: self.blocks_for(num_tokens)],
+            num_tokens,
             parent.num_cached_blocks,
             parent.cached,
         )
         self._sequences[child_id] = child
         self.pool.share(child.block_ids)
-        if self.events is not None:
+        if self.events is not None and child.block_ids:
             shared = BlocksShared(child_id, 0, tuple(child.block_ids), child.num_computed_tokens)
             self.events.append(shared)
 
@@ -217,12 +237,13 @@ class KVCacheManager:
     def swap_out(self, request_id: str) -> BlockPairs | None:
         """Free a sequence's blocks but keep its computed tokens: the copies to make, as (block, host block).
 
-        What is copied is in flight until :meth:`land`. Returns None, with nothing changed, if too few host blocks are
-        free or no token is computed.
+        :meth:`num_computed_tokens` then says how many were kept. What is copied is in flight until :meth:`land`.
+        Returns None, with nothing changed, if too few host blocks are free or no token could be kept.
         """
         sequence = self._sequences[request_id]
-        block_ids = sequence.block_ids[: self.blocks_for(sequence.num_computed_tokens)]
-        copies = self.swap_space.store(request_id, block_ids, sequence.num_computed_tokens)
+        num_tokens = self._num_movable_tokens(sequence)
+        block_ids = sequence.block_ids[: self.blocks_for(num_tokens)]
+        copies = self.swap_space.store(request_id, block_ids, num_tokens)
         if copies is None:
             return None
         self.pool.share(block_ids)
@@ -304,8 +325,17 @@ class KVCacheManager:
         for request_id, sequence in self._sequences.items():
             assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{request_id}: a block stands twice"
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
+        if not self.shares_partial_blocks:
+            shared = [b for b, count in tables.items() if count + copies[b] > 1]
+            assert all(self._num_written[b] == self.block_size for b in shared), "an unfinished block is shared"
 
     # ------------------------------------------------------------------ inside
+
+    def _num_movable_tokens(self, sequence: _Sequence) -> int:
+        """Computed tokens that others can go on from: all, or those of full blocks."""
+        if self.shares_partial_blocks:
+            return sequence.num_computed_tokens
+        return sequence.num_computed_tokens // self.block_size * self.block_size
 
     def _take(self, count: int) -> list[int]:
         block_ids = self.pool.allocate(count)

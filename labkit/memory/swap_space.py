@@ -66,6 +66,10 @@ class SwapSpace:
         sequence = self._sequences.get(request_id)
         return sequence is not None and self._ref_cnt(sequence.host_ids[0]) == 1
 
+    def num_computed_tokens(self, request_id: str) -> int:
+        """Tokens of a sequence whose K and V are here, or on their way."""
+        return self._sequences[request_id].num_computed_tokens
+
     def load(self, request_id: str, block_ids: Sequence[int], first_index: int) -> tuple[BlockPairs, int]:
         """Take a stored sequence out; the copies (host block, block) of its blocks from ``first_index`` on.
 

@@ -277,7 +277,7 @@ class Scheduler:
         else:
             self._swap_outs += copies
             self._on_their_way.setdefault(self.num_steps, []).append(request)
-            request.num_computed_tokens = num_computed_tokens
+            request.num_computed_tokens = self.kv.num_computed_tokens(request.request_id)
             self._wait(request)
         request.num_preemptions += 1
         self._record(RequestPreempted(request.request_id))
@@ -308,12 +308,13 @@ class Scheduler:
         return siblings
 
     def _fork(self, parent: Request, count: int) -> list[Request]:
-        """The other sequences of a request with n > 1: the same prompt, the same blocks until they write."""
+        """The other sequences of a request with n > 1: the same prompt, and what they can have of its blocks."""
         children = []
         for sample_index in range(1, count + 1):
             child = parent.fork(sample_index)
             self.kv.fork(parent.request_id, child.request_id)
             child.block_table = self.kv.block_table(child.request_id)
+            child.num_computed_tokens = self.kv.num_computed_tokens(child.request_id)
             self._families[parent.request_id].append(child)
             insort(self.running, child, key=_queue_key)
             children.append(child)

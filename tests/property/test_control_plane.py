@@ -23,9 +23,11 @@ class BlockTables(RuleBasedStateMachine):
     own tokens back.
     """
 
+    shares_partial_blocks = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.kv = KVCacheManager(12, BLOCK_SIZE)
+        self.kv = KVCacheManager(12, BLOCK_SIZE, shares_partial_blocks=self.shares_partial_blocks)
         self.tokens: dict[str, list[int]] = {}
         self.salts: dict[str, str | None] = {}
         self.slots: dict[tuple[int, int], int] = {}
@@ -64,6 +66,7 @@ class BlockTables(RuleBasedStateMachine):
             assert free < self.kv.blocks_for(start + count)
             assert self.kv.num_free_blocks == free
             return
+        assert self.shares_partial_blocks or not copies
         for src, dst in copies:
             for offset in range(BLOCK_SIZE):
                 if (src, offset) in self.slots:
@@ -78,7 +81,11 @@ class BlockTables(RuleBasedStateMachine):
         free = self.kv.num_free_blocks
         self.kv.fork(parent, child)
         assert self.kv.num_free_blocks == free
-        self.tokens[child], self.salts[child] = list(self.tokens[parent]), self.salts[parent]
+        shared = len(self.tokens[parent])
+        if not self.shares_partial_blocks:
+            shared -= shared % BLOCK_SIZE
+        assert self.kv.num_computed_tokens(child) == shared
+        self.tokens[child], self.salts[child] = self.tokens[parent][:shared], self.salts[parent]
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -112,8 +119,16 @@ class BlockTables(RuleBasedStateMachine):
             assert all(owners[b] == salt for b in self.kv.block_table(name))
 
 
+class FullBlockTables(BlockTables):
+    """The same where unfinished blocks are nobody else's."""
+
+    shares_partial_blocks = False
+
+
 TestBlockTables = BlockTables.TestCase
 TestBlockTables.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFullBlockTables = FullBlockTables.TestCase
+TestFullBlockTables.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 class FaultyExecutor(SimulatedExecutor):
@@ -136,10 +151,11 @@ class FaultyExecutor(SimulatedExecutor):
         return result
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_soak_5000_random_requests_on_a_tiny_pool(seed: int):
     rng = random.Random(seed)
-    kv = KVCacheManager(rng.choice([24, 48]), 4, enable_prefix_caching=seed != 3)
+    num_blocks = rng.choice([24, 48])
+    kv = KVCacheManager(num_blocks, 4, enable_prefix_caching=seed != 3, shares_partial_blocks=seed != 4)
     config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=rng.choice([12, 48]), max_model_len=80)
     engine = Engine(Scheduler(config, kv), FaultyExecutor(rng, depth=1 + seed % 2))
     ends: Counter[str | None] = Counter()

@@ -48,9 +48,11 @@ class Memory:
 class SwappedSequences(RuleBasedStateMachine):
     """Sequences come, grow, fork, leave the pool and come back; copies land late, in any order of events."""
 
+    shares_partial_blocks = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.kv = KVCacheManager(12, BLOCK_SIZE, num_host_blocks=8)
+        self.kv = KVCacheManager(12, BLOCK_SIZE, num_host_blocks=8, shares_partial_blocks=self.shares_partial_blocks)
         self.memory = Memory()
         self.tokens: dict[str, list[int]] = {}  # of those with a table
         self.swapped: dict[str, list[int]] = {}
@@ -91,17 +93,24 @@ class SwappedSequences(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         parent, child = data.draw(st.sampled_from(sorted(self.tokens))), self.new_id()
         self.kv.fork(parent, child)
-        self.tokens[child] = list(self.tokens[parent])
+        self.tokens[child] = self.tokens[parent][: self.movable(parent)]
+
+    def movable(self, name: str) -> int:
+        """Tokens of a sequence that others can go on from."""
+        length = len(self.tokens[name])
+        return length if self.shares_partial_blocks else length // BLOCK_SIZE * BLOCK_SIZE
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.tokens)))
-        needed, free = self.kv.blocks_for(len(self.tokens[name])), self.kv.swap_space.num_free_blocks
+        num_tokens, free = self.movable(name), self.kv.swap_space.num_free_blocks
+        needed = self.kv.blocks_for(num_tokens)
         copies = self.kv.swap_out(name)
-        assert (copies is None) == (needed > free)
+        assert (copies is None) == (needed > free or needed == 0)
         if copies is not None:
-            self.swapped[name] = self.tokens.pop(name)
+            assert self.kv.num_computed_tokens(name) == num_tokens
+            self.swapped[name] = self.tokens.pop(name)[:num_tokens]
             self.under_way.append((copies, [], None))
 
     @precondition(lambda self: self.swapped)
@@ -168,6 +177,14 @@ class SwappedSequences(RuleBasedStateMachine):
         assert self.kv.swap_space.num_free_blocks == 8
 
 
+class SwappedFullBlocks(SwappedSequences):
+    """The same where only full blocks are shared and moved."""
+
+    shares_partial_blocks = False
+
+
+TestSwappedFullBlocks = SwappedFullBlocks.TestCase
+TestSwappedFullBlocks.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestSwappedSequences = SwappedSequences.TestCase
 TestSwappedSequences.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
@@ -236,10 +253,18 @@ def random_request(rng: random.Random, number: int) -> Request:
 
 @pytest.mark.parametrize("failure_rate", [0.0, 0.01])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_host_blocks", [6, 200])
-def test_soak_with_swap_on_a_tiny_pool(num_host_blocks: int, depth: int, failure_rate: float):
+@pytest.mark.parametrize(("num_host_blocks", "shares_partial_blocks"), [(6, True), (200, True), (200, False)])
+def test_soak_with_swap_on_a_tiny_pool(
+    num_host_blocks: int, shares_partial_blocks: bool, depth: int, failure_rate: float
+):
     rng = random.Random(num_host_blocks + depth)
-    kv = KVCacheManager(24, BLOCK_SIZE, num_host_blocks=num_host_blocks, enable_prefix_caching=num_host_blocks == 6)
+    kv = KVCacheManager(
+        24,
+        BLOCK_SIZE,
+        num_host_blocks=num_host_blocks,
+        enable_prefix_caching=num_host_blocks == 6 or not shares_partial_blocks,
+        shares_partial_blocks=shares_partial_blocks,
+    )
     config = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=32, max_model_len=92)
     trace = Trace(24, BLOCK_SIZE)
     engine = Engine(Scheduler(config, kv), RememberingExecutor(rng, depth, failure_rate), trace)

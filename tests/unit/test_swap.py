@@ -122,6 +122,23 @@ def test_events_name_both_ends_of_the_copies():
     assert landed_again == BlocksLanded(table)
 
 
+def test_where_unfinished_blocks_are_not_shared_a_sequence_comes_back_at_its_last_full_block():
+    kv = manager(enable_prefix_caching=False, shares_partial_blocks=False)
+    copies = kv.swap_out("a")
+    assert copies == [(0, 0), (1, 1)] and kv.num_computed_tokens("a") == 8
+    assert split(kv) == (0, 2, 0, 6)
+    kv.land(copies, [])
+    back = kv.swap_in("a", 10)
+    assert back is not None and len(back) == 2 and kv.num_computed_tokens("a") == 8
+    assert len(kv.block_table("a")) == 3, "with room for the tokens to compute again"
+    kv.land([], back)
+    assert split(kv) == (3, 0, 0, 5)
+
+    kv.admit("short", 3)
+    kv.commit("short", TOKENS, 3)
+    assert kv.swap_out("short") is None, "no full block, nothing to keep"
+
+
 def test_negative_host_memory_is_refused():
     with pytest.raises(ValueError, match="num_host_blocks must be >= 0, got -1"):
         KVCacheManager(8, 4, num_host_blocks=-1)
