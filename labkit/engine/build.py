@@ -52,7 +52,6 @@ class EngineOptions:
     memory_limit: float | None
     swap_space: float
     tensor_parallel_size: int
-    quantization: str | None
     enforce_eager: bool
     seed: int
     attention_backend: str
@@ -93,7 +92,6 @@ class EngineOptions:
         missing = {
             f"kv_cache_dtype={self.kv_cache_dtype!r}": self.kv_cache_dtype != "auto",
             f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size != 1,
-            f"quantization={self.quantization!r}": self.quantization is not None,
         }
         for argument, asked_for in missing.items():
             if asked_for:
@@ -118,6 +116,7 @@ def resolve_model(
     tokenizer: str | Path | PreTrainedTokenizerBase | None,
     dtype: str | torch.dtype,
     device: str | torch.device | None,
+    quantization: str | None,
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load what was named, or take the module that was passed. Raises ValueError for what cannot be served."""
@@ -127,13 +126,23 @@ def resolve_model(
             raise ValueError(f"with a module as model, tokenizer must be a tokenizer object or None, got {tokenizer!r}")
         if dtype not in ("auto", model.dtype):
             raise ValueError(f"dtype must be 'auto' with a module as model (it is {model.dtype}), got {dtype!r}")
+        if quantization is not None:
+            raise ValueError(
+                f"quantization must be None with a module as model, got {quantization!r}: change its weights yourself, "
+                "labkit.models.quantise_weights(model), or pass the model's name"
+            )
         if device is not None and (chosen.type, chosen.index or 0) != (model.device.type, model.device.index or 0):
             raise ValueError(f"the model is on {model.device}, device says {device!r}: move the model first")
         loaded = model.eval(), tokenizer
     else:
         try:
             loaded = load_model(
-                model, tokenizer=tokenizer, dtype=dtype, device=chosen, trust_remote_code=trust_remote_code
+                model,
+                tokenizer=tokenizer,
+                dtype=dtype,
+                device=chosen,
+                quantization=quantization,
+                trust_remote_code=trust_remote_code,
             )
         except torch.OutOfMemoryError as error:
             raise weights_do_not_fit(model, chosen) from error
@@ -188,6 +197,8 @@ class BuiltEngine:
         self.storage.release()
         if self.host_blocks is not None:
             self.host_blocks.release()
+        if self.executor.has_failed:
+            return
         if self.is_capped:
             cap_memory(model.device, None)
         if model.device.type == "cuda":

@@ -42,6 +42,7 @@ class LLM:
     comparison "reserve_max", "reserve_power_of_two", "reserve_oracle", "first_fit"); ``scheduler`` ("continuous", or
     for comparison "static"); ``memory_limit`` (GiB: the engine acts as if the device had no more; on a GPU that binds
     all of torch in this process until :meth:`close`). ``swap_space`` is GiB of host memory for preempted sequences.
+    ``quantization="fp8"`` rounds the weights, not the KV cache: :mod:`labkit.models.fp8_weights`.
 
     Raises ValueError or TypeError naming the argument, its value and the allowed range; NotImplementedError naming an
     argument whose feature does not exist yet; RuntimeError if the device runs out of memory, saying what to lower.
@@ -85,14 +86,13 @@ class LLM:
             swap_space=swap_space,
             memory_limit=memory_limit,
             tensor_parallel_size=tensor_parallel_size,
-            quantization=quantization,
             enforce_eager=enforce_eager,
             seed=seed,
             attention_backend=attention_backend,
             kv_allocator=kv_allocator,
             scheduler=scheduler,
         )
-        self.model, self._tokenizer = resolve_model(model, tokenizer, dtype, device, trust_remote_code)
+        self.model, self._tokenizer = resolve_model(model, tokenizer, dtype, device, quantization, trust_remote_code)
         self._built = build_engine(self.model, options)
         self.engine: Engine = self._built.engine
         self.memory: MemoryPlan = self._built.memory

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from labkit.memory import KVCacheUsage
 
@@ -57,10 +58,20 @@ class MemorySnapshot:
 def unique_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind ``tensors``, each counted once however many views there are."""
     sizes = {}
-    for tensor in tensors:
+    for tensor in plain_tensors(tensors):
         storage = tensor.untyped_storage()
         sizes[tensor.device, storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Those that hold memory: a quantised weight is a wrapper around its codes and scales."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from plain_tensors(getattr(tensor, name) for name in names)
+        else:
+            yield tensor
 
 
 class MemoryMonitor:

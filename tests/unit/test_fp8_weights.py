@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from labkit import LLM
+from labkit.engine.memory_monitor import unique_storage_bytes
 from labkit.models import fp8_weights, load_model
 from labkit.models.fp8_weights import projections, quantise_weights, require_fp8_weights
 
@@ -29,6 +31,18 @@ def test_a_cpu_is_refused_by_name_before_anything_is_loaded(tiny_llama):
         load_model("no-such/model", device="cpu", quantization="fp8")
     with pytest.raises(ValueError, match="would run on the CPU"):
         quantise_weights(tiny_llama)
+
+
+def test_the_engine_passes_the_refusal_on():
+    with pytest.raises(ValueError, match="would run on the CPU"):
+        LLM(device="cpu", quantization="fp8")
+
+
+def test_bytes_of_a_wrapped_weight_are_those_inside():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    wrapped = TwoTensor(torch.zeros(4, 8), torch.zeros(4, 8))
+    assert unique_storage_bytes([wrapped]) == 2 * 4 * 8 * 4
 
 
 def test_an_older_gpu_is_refused_by_name(a_gpu):
