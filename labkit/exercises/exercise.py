@@ -1,0 +1,105 @@
+"""A task, how it is checked, and what `check` has to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from dis import get_instructions
+from html import escape
+from inspect import isfunction
+from typing import Any
+
+from labkit.figures import show
+
+
+class Failed(Exception):
+    """An attempt gives a wrong answer: in words, with the smallest case that shows it.
+
+    ``picture`` is shown below the words: a widget that stands at the first step that differs, or a figure.
+    """
+
+    def __init__(self, words: str, *, case: object = None, picture: object = None) -> None:
+        super().__init__(words)
+        self.words, self.case, self.picture = words, case, picture
+
+
+@dataclass(frozen=True, slots=True)
+class Exercise:
+    """One task of a lesson.
+
+    Attributes:
+        id: number of the lesson and a name: "02-first-fit".
+        title: a line.
+        task: what to write, in Markdown: signature, meaning, target.
+        hints: three, each saying more than the one before.
+        judge: runs an attempt in the lab's own tests or engine; raises :class:`Failed`.
+        solution: what the lab itself does, or would; passes the judge.
+    """
+
+    id: str
+    title: str
+    task: str
+    hints: tuple[str, str, str]
+    judge: Callable[[Any], None]
+    solution: Callable[..., Any]
+
+    def check(self, attempt: Any) -> Report:
+        """Judge an attempt. Whatever it raises is reported, never passed on: the rest of a notebook runs."""
+        if is_unfilled(attempt):
+            return Report(self, "open", self.task)
+        try:
+            self.judge(attempt)
+        except Failed as failure:
+            words = failure.words if failure.case is None else f"{failure.words}\n\nSmallest case: {failure.case}"
+            return Report(self, "not yet", words, failure.picture)
+        except NotImplementedError as error:
+            return Report(self, "open", f"{self.task}\n\n{error}")
+        return Report(self, "passed", "All cases pass.")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `check` returns: ``state`` is "open" (nothing written yet), "not yet" or "passed"."""
+
+    exercise: Exercise
+    state: str
+    words: str
+    picture: object = field(default=None, repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the attempt passed."""
+        return self.state == "passed"
+
+    def __str__(self) -> str:
+        return f"[{self.state}] {self.exercise.id}: {self.exercise.title}\n{self.words}"
+
+    def _repr_html_(self) -> str:
+        mark, colour = {"open": ("○", "#808080"), "not yet": ("✗", "#d55e00"), "passed": ("✓", "#009e73")}[self.state]
+        words = "".join(
+            f"<p style='margin:4px 0;white-space:pre-wrap'>{escape(p)}</p>" for p in self.words.split("\n\n")
+        )
+        head = f"<b>{mark} {escape(self.exercise.title)}</b> <span>({self.state})</span>"
+        return f"<div style='border-left:4px solid {colour};padding-left:10px'>{head}{words}</div>"
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import HTML, display
+
+        display(HTML(self._repr_html_()), metadata={})
+        if self.picture is not None:
+            display(self.picture)
+
+
+def is_unfilled(attempt: Any) -> bool:
+    """Whether a stub was left as it was: a function, or a method of a class, whose body is ``...``."""
+    if isinstance(attempt, type):
+        return any(is_unfilled(member) for member in vars(attempt).values() if isfunction(member))
+    if not isfunction(attempt):
+        return False
+    steps = [step for step in get_instructions(attempt) if step.opname not in ("RESUME", "NOP")]
+    return all(step.opname in ("LOAD_CONST", "RETURN_VALUE", "RETURN_CONST") and step.argval is None for step in steps)
+
+
+def solution_source(exercise: Exercise) -> Any:
+    """The highlighted source of the solution."""
+    return show(exercise.solution)
