@@ -72,6 +72,11 @@ class ModelExecutor:
         self._newest_index: dict[str, int] = {}  # where in it a request's token of the last step lies
         self._fault: Exception | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the device failed, after which nothing may be asked of it any more."""
+        return self._fault is not None
+
     def capture_graphs(self, max_num_seqs: int, max_blocks: int) -> None:
         """Capture the decode step for batches of up to ``max_num_seqs``; ``max_blocks`` is the longest block table."""
         self.graphs = DecodeGraphs(
