@@ -25,6 +25,7 @@ def styled(figure: go.Figure, *, title: str, height: int = 320) -> go.Figure:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font=dict(color=TEXT, family="system-ui, sans-serif"),
+        colorway=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"),
         legend=dict(orientation="h", x=1, xanchor="right", y=1, yanchor="bottom", traceorder="normal"),
         hovermode="x unified",
     )
