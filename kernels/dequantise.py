@@ -103,25 +103,25 @@ def centre_of(codes, INT4: tl.constexpr):
 
 
 @triton.jit
-def unpack(codes, DTYPE: tl.constexpr):
-    """A tile of int8, uint8, float8 or wider numbers -> code - CENTRE as DTYPE (exact in float16 and wider)."""
-    if codes.dtype == tl.int8 and DTYPE == tl.float16 and not INTERPRETED:
+def unpack(codes, dtype: tl.constexpr):
+    """A tile of int8, uint8, float8 or wider numbers -> code - CENTRE as `dtype` (exact in float16 and wider)."""
+    if codes.dtype == tl.int8 and dtype == tl.float16 and not INTERPRETED:
         return tl.inline_asm_elementwise(SIGNED_BYTE_TO_F16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
-    if codes.dtype == tl.uint8 and DTYPE == tl.float16 and not INTERPRETED:
+    if codes.dtype == tl.uint8 and dtype == tl.float16 and not INTERPRETED:
         return tl.inline_asm_elementwise(BYTE_TO_F16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     if codes.dtype == tl.uint8:
-        return (codes.to(tl.float32) - 128.0).to(DTYPE)
-    return codes.to(DTYPE)
+        return (codes.to(tl.float32) - 128.0).to(dtype)
+    return codes.to(dtype)
 
 
 @triton.jit
-def unpack_int4(codes, DTYPE: tl.constexpr):
-    """A tile of bytes -> two tiles of DTYPE, code - 8: the first and the second half of the channels."""
-    if DTYPE == tl.float16 and not INTERPRETED:
+def unpack_int4(codes, dtype: tl.constexpr):
+    """A tile of bytes -> two tiles of `dtype`, code - 8: the first and the second half of the channels."""
+    if dtype == tl.float16 and not INTERPRETED:
         low = tl.inline_asm_elementwise(LOW_NIBBLE_TO_F16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
         high = tl.inline_asm_elementwise(HIGH_NIBBLE_TO_F16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
         return low, high
-    return ((codes & 15).to(tl.float32) - 8.0).to(DTYPE), ((codes >> 4).to(tl.float32) - 8.0).to(DTYPE)
+    return ((codes & 15).to(tl.float32) - 8.0).to(dtype), ((codes >> 4).to(tl.float32) - 8.0).to(dtype)
 
 
 @triton.jit
