@@ -1,0 +1,137 @@
+"""One model under one memory cap: what each rung should hold and how fast it should be, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from labkit.core import Engine
+from labkit.engine.decode_graphs import capture_sizes
+from labkit.kv_math import GIB, GPU, CapacityPlan, ModelShape, plan_capacity
+from labkit.memory import ContiguousKVManager, KVCacheManager, reserve_max
+from labkit.scheduling import Scheduler, SchedulerConfig, StaticScheduler
+from labkit.simulation import SimulatedExecutor
+
+from .combined_capacity import expected_concurrency
+from .combined_rungs import Rung
+from .combined_traffic import Traffic, traffic
+from .combined_window import Load, steady_window
+
+if TYPE_CHECKING:
+    from labkit.simulation.calibration import DeviceCalibration
+
+GPU_MEMORY_UTILIZATION = 0.9
+MAX_NUM_BATCHED_TOKENS = 2048
+_BYTES_PER_GRAPH = 8 << 20  # launch records, as the engine's memory plan has them
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What stays the same from rung to rung.
+
+    Attributes:
+        shape: the model; its number of KV heads is each rung's own.
+        device: "cuda" or "cpu". On a CPU the engine sets nothing aside, and pool and weights fill the cap.
+        memory_limit: GiB.
+        context: longest request, in tokens.
+    """
+
+    shape: ModelShape
+    device: str
+    memory_limit: float
+    context: int
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and unquantised cache."""
+        return "bfloat16" if self.device == "cuda" else "float32"
+
+    def shape_of(self, rung: Rung) -> ModelShape:
+        """The model with the rung's KV heads: one for each query head, or as many as divide them and are at most 8."""
+        heads = self.shape.num_heads
+        few = max(n for n in range(1, min(8, max(1, heads // 2)) + 1) if heads % n == 0)
+        return replace(self.shape, num_kv_heads=few if rung.few_kv_heads else heads)
+
+    def traffic(self, rung: Rung, lengths: str) -> Traffic:
+        """Who comes."""
+        return traffic(lengths, self.context, self.shape.vocab_size, shares_prefix=rung.shares_prefix)
+
+    def plan(self, rung: Rung, max_num_seqs: int) -> CapacityPlan:
+        """The closed form, with what the engine sets aside beside weights and pool."""
+        shape = self.shape_of(rung)
+        on_gpu = self.device == "cuda"
+        capped = GPU("capped device", int(self.memory_limit * GIB), 1.0, 1.0, (9, 0), "memory_limit")
+        return plan_capacity(
+            capped,
+            shape,
+            dtype=self.dtype,
+            kv_dtype=rung.kv_cache_dtype,
+            block_size=rung.block_size,
+            gpu_memory_utilization=GPU_MEMORY_UTILIZATION if on_gpu else 1.0,
+            activation_bytes=_set_aside(shape, max_num_seqs) if on_gpu else 0,
+            max_model_len=self.context,
+        )
+
+    def max_num_seqs(self, rung: Rung, lengths: str) -> int:
+        """More than memory will hold, so that memory decides."""
+        expected = expected_concurrency(rung, self.traffic(rung, lengths), self.plan(rung, 256).num_blocks)
+        return min(int(1.2 * expected) + 12, MAX_NUM_BATCHED_TOKENS)
+
+    def predict(
+        self, rung: Rung, lengths: str, seconds: float, calibration: DeviceCalibration | None
+    ) -> dict[str, Any]:
+        """Concurrency by the closed form, tokens/s by the simulator; None for the latter without a calibration."""
+        max_num_seqs = self.max_num_seqs(rung, lengths)
+        plan = self.plan(rung, max_num_seqs)
+        who = self.traffic(rung, lengths)
+        concurrency = round(expected_concurrency(rung, who, plan.num_blocks))
+        predicted: dict[str, Any] = {"predicted_concurrency": concurrency, "predicted_tokens_per_second": None}
+        if calibration is not None:
+            engine = Engine(_scheduler(rung, plan, max_num_seqs), calibration.executor(self.shape_of(rung), plan.spec))
+            figures = serve_window(engine, who, concurrency, seconds)
+            predicted["predicted_tokens_per_second"] = figures["tokens_per_second"]
+            predicted["predicted_itl_p99_s"] = figures["itl_p99_s"]
+        return predicted
+
+
+def serve_window(engine: Engine, who: Traffic, concurrency: int, seconds: float, ramp: float = 0.0) -> dict[str, Any]:
+    """Bring ``engine`` into a steady state, then :func:`steady_window`.
+
+    The way there is simulated: the same scheduler and allocator step with an executor that computes nothing, until
+    requests are as mixed as after one turnover. Then the engine's own executor takes over in the middle, at block
+    tables of a steady state and K and V that are whatever the pool held; how fast it is does not depend on them.
+    """
+    executor = engine.executor
+    engine.executor = SimulatedExecutor(next_token=lambda request, _: request.num_tokens % who.vocab_size)
+    load = Load(engine, who, concurrency)
+    load.settle()
+    engine.executor = executor
+    return steady_window(load, seconds, ramp)
+
+
+def _scheduler(rung: Rung, plan: CapacityPlan, max_num_seqs: int) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs, MAX_NUM_BATCHED_TOKENS, plan.max_model_len)
+    if rung.kv_allocator == "paged":
+        kv = KVCacheManager(plan.num_blocks, plan.spec.block_size, enable_prefix_caching=rung.shares_prefix)
+    else:
+        kv = ContiguousKVManager(plan.num_blocks, plan.spec.block_size, reserve_max(plan.max_model_len))
+    return (StaticScheduler if rung.scheduler == "static" else Scheduler)(config, kv)
+
+
+def _set_aside(shape: ModelShape, max_num_seqs: int) -> int:
+    """Bytes that the engine should set aside on a GPU: its largest step, and CUDA graphs."""
+    sizes = capture_sizes(max_num_seqs)
+    logits = 2 * sum(sizes) * shape.vocab_size
+    graphs = _step_bytes(shape, max_num_seqs, max_num_seqs) + logits + len(sizes) * _BYTES_PER_GRAPH
+    return _step_bytes(shape, MAX_NUM_BATCHED_TOKENS, max_num_seqs) + graphs
+
+
+def _step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int) -> int:
+    """Bytes alive at once in a step of fused layers in 16 bit.
+
+    Either in a feed-forward block: residual, its norm, gate and up together, their product; or at the end: hidden
+    states, logits in 16 and 32 bit, probabilities.
+    """
+    feed_forward = 2 * num_tokens * (2 * shape.hidden_size + 3 * shape.intermediate_size)
+    sampling = 2 * num_tokens * shape.hidden_size + (2 + 4 + 4) * num_seqs * shape.vocab_size
+    return max(feed_forward, sampling)
