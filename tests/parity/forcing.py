@@ -36,7 +36,7 @@ def run_forced(llm: LLM, sequences: Sequence[list[int]], num_prompt_tokens: Sequ
     seen: dict[str, dict[int, torch.Tensor]] = {}
     prompts = [list(ids[:count]) for ids, count in zip(sequences, num_prompt_tokens, strict=True)]
     params = [
-        SamplingParams(max_tokens=len(ids) - len(prompt), temperature=0, ignore_eos=True)
+        SamplingParams(max_tokens=len(ids) - len(prompt), temperature=1, ignore_eos=True)  # argmax would skip sample
         for ids, prompt in zip(sequences, prompts, strict=True)
     ]
     with _sampling_replaced(dict(zip(map(tuple, prompts), sequences, strict=True)), seen):

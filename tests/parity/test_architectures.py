@@ -32,15 +32,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=TINY)
-def case(request):
-    """A model, sequences of tokens with prompt lengths, and transformers' logits for them."""
-    model = TINY[request.param]()
+def random_sequences() -> list[list[int]]:
+    """Prompts of the lengths above, each with its continuation."""
     generator = torch.Generator().manual_seed(1)
-    sequences = [
+    return [
         torch.randint(2, VOCAB_SIZE, (prompt + new,), generator=generator).tolist()
         for prompt, new in zip(NUM_PROMPT_TOKENS, NUM_NEW_TOKENS, strict=True)
     ]
+
+
+@pytest.fixture(scope="module", params=TINY)
+def case(request):
+    """A model, sequences of tokens with prompt lengths, and transformers' logits for them."""
+    model, sequences = TINY[request.param](), random_sequences()
     expected = [reference_logits(model, ids, n) for ids, n in zip(sequences, NUM_PROMPT_TOKENS, strict=True)]
     return model, sequences, expected
 

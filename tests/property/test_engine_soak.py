@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from labkit.engine import LLM, CompletionOutput, RequestOutput
-from labkit.scheduling import SamplingParams
+from labkit.scheduling import PreemptionCost, SamplingParams
 
 NUM_REQUESTS, MAX_MODEL_LEN = 500, 64
 CLOSE = 1e-3
@@ -34,8 +34,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def model(request) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(VOCAB),
@@ -49,7 +49,7 @@ def model() -> LlamaForCausalLM:
         eos_token_id=EOS,
         pad_token_id=EOS,
     )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).eval().to(request.param)
 
 
 @dataclass
@@ -105,21 +105,26 @@ def random_request(rng: random.Random) -> Sent:
 
 
 class Faults:
-    """Makes the model's forward pass fail now and then, and notes whom each failing step held."""
+    """Makes the forward pass fail now and then, graph or not, and notes whom each failing step held."""
 
     def __init__(self, llm: LLM, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = rng
         self.hit: Counter[str] = Counter()
         self.num_failures = 0
-        self._submit = llm.engine.executor.submit
-        self._forward = llm.model.forward
-        monkeypatch.setattr(llm.engine.executor, "submit", self.submit)
-        monkeypatch.setattr(llm.model, "forward", self.forward)
+        executor = llm.engine.executor
+        self._submit = executor.submit
+        monkeypatch.setattr(executor, "submit", self.submit)
+        monkeypatch.setattr(llm.model, "forward", self.failing(llm.model.forward))
+        if executor.graphs is not None:
+            monkeypatch.setattr(executor.graphs, "run", self.failing(executor.graphs.run))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.rng.random() < 0.004:
-            raise RuntimeError("injected")
-        return self._forward(*args, **kwargs)
+    def failing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.rng.random() < 0.004:
+                raise RuntimeError("injected")
+            return call(*args, **kwargs)
+
+        return run
 
     def submit(self, plan: Any) -> None:
         try:
@@ -137,7 +142,9 @@ def test_soak_500_random_requests_on_a_tiny_pool(model, tokenizer, monkeypatch, 
     unfinished: set[str] = set()
     num_aborts = num_steps = 0
     options = dict(block_size=4, max_model_len=MAX_MODEL_LEN, num_gpu_blocks_override=24, max_num_seqs=10)
-    with LLM(model, tokenizer=tokenizer, max_num_batched_tokens=40, seed=3, **options) as llm:
+    swap_space = 1e-5 if model.device.type == "cuda" else 0  # a few blocks; tests/property/test_swap.py has CPUs
+    with LLM(model, tokenizer=tokenizer, max_num_batched_tokens=40, seed=3, swap_space=swap_space, **options) as llm:
+        llm.engine.scheduler.preemption_cost = PreemptionCost()  # swap whenever there is room
         llm.engine.executor.depth = depth
         kv = llm.engine.scheduler.kv
         faults = Faults(llm, random.Random(depth), monkeypatch)
@@ -166,6 +173,7 @@ def test_soak_500_random_requests_on_a_tiny_pool(model, tokenizer, monkeypatch, 
             num_steps += 1
             assert num_steps < 20_000, "no progress"
         monkeypatch.undo()
+        num_swaps = llm.stats.num_swaps
 
         assert all(one.num_ends == 1 for one in sent.values())
         kv.check()
@@ -189,7 +197,7 @@ def test_soak_500_random_requests_on_a_tiny_pool(model, tokenizer, monkeypatch, 
         f"{num_steps} steps, {faults.num_failures} failed, {num_aborts} aborts, {num_preemptions} preemptions, {ends}"
     )
     assert min(ends[reason] for reason in ("stop", "length", "abort", "error")) > 10
-    assert faults.num_failures > 1 and num_preemptions > 50
+    assert faults.num_failures > 1 and num_preemptions > 50 and (num_swaps > 0) == (swap_space > 0)
     assert sum(one.outputs[-1].num_cached_tokens for one in sent.values()) > 0
 
 
@@ -248,9 +256,9 @@ def check_greedy(model: LlamaForCausalLM, sent: Iterable[Sent]) -> None:
     for one in sent:
         ids = one.outputs[-1].outputs[0].token_ids
         if one.params.temperature == 0 and ids:
-            whole = torch.tensor([one.prompt + ids])
+            whole = torch.tensor([one.prompt + ids], device=model.device)
             logits = model(whole, use_cache=False).logits[0, len(one.prompt) - 1 : -1]
-            chosen = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
+            chosen = logits.gather(1, torch.tensor(ids, device=model.device)[:, None])[:, 0]
             assert (chosen > logits.amax(1) - CLOSE).all(), one
             num_tokens += len(ids)
     assert num_tokens > 1000
