@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from labkit.paths import data_path
-
+from ..recorded import results
 from . import CLAIMS
 
 Row = dict[str, Any]
@@ -122,7 +119,7 @@ def claims_table(article: str | None = None) -> pd.DataFrame:
 
 
 def _find(lookup: Lookup) -> list[Evidence]:
-    document = _document(lookup.file)
+    document = results(lookup.file)
     made = document.get("provenance", {})
     where = f"{Path(lookup.file).name}, {made.get('gpu') or made.get('cpu') or 'CPU'}, commit {made.get('commit')}"
     found = []
@@ -132,12 +129,3 @@ def _find(lookup: Lookup) -> list[Evidence]:
             quantity, unit = row.get("quantity", lookup.quantity), row.get("unit", lookup.unit)
             found.append(Evidence(quantity, setting, float(row[lookup.column]), unit, where))
     return found
-
-
-@cache
-def _document(file: str) -> Row:
-    """A result file; {} if nobody has measured it yet."""
-    try:
-        return json.loads(data_path(f"results/{file}").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
