@@ -9,13 +9,16 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def provenance(device: torch.device | str | None = None) -> dict[str, Any]:
     """A JSON-ready record to store beside results. ``device`` defaults to the GPU if there is one."""
+    import torch  # only here: simulations do without it until they say where they ran
+
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     record: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else None,

@@ -1,13 +1,15 @@
 """Simulation: arrivals enter on the simulated clock, and a step costs what the roofline says."""
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from labkit.memory import KVCacheManager
 from labkit.observe import Trace
 from labkit.scheduling import Request, SamplingParams, ScheduledRequest, Scheduler, SchedulerConfig, StepPlan
-from labkit.simulation import RooflineCost, SimulatedExecutor, simulate
+from labkit.simulation import HostCost, RooflineCost, SimulatedExecutor, StepWork, simulate
 
 COST = RooflineCost(
     weight_bytes=1000,
@@ -27,13 +29,35 @@ def entry(num_computed: int, num_scheduled: int) -> ScheduledRequest:
 
 
 def test_a_decode_step_costs_the_bytes_it_reads():
-    # weights 1000 + context (20 + 30) x 10 = 1500 bytes at 100/s; compute is 2 x 1000 FLOP plus 200: 2.2 s
-    assert COST(StepPlan(0, (entry(19, 1), entry(29, 1)))) == 15.0 + 0.5 + 2 * 0.25
+    # matrices: 1000 bytes at 100/s, 2 x 500 x 2 FLOP at 1000/s; attention: (20 + 30) x 10 bytes, 4 x 50 FLOP
+    expected = math.hypot(10, 2) + math.hypot(5, 0.2) + 0.5 + 2 * 0.25
+    assert COST(StepPlan(0, (entry(19, 1), entry(29, 1)))) == pytest.approx(expected)
 
 
 def test_a_prefill_step_costs_its_arithmetic():
     # 2 x 500 x 100 FLOP of matrices, 4 x (1 + 2 + ... + 100) of causal attention
-    assert COST(StepPlan(0, (entry(0, 100),))) == pytest.approx((100_000 + 4 * 5050) / 1000 + 0.75)
+    expected = math.hypot(10, 100) + math.hypot(10, 20.2) + 0.75
+    assert COST(StepPlan(0, (entry(0, 100),))) == pytest.approx(expected)
+
+
+def test_only_sampled_positions_pay_for_the_output_projection():
+    cost = replace(COST, num_head_parameters=700)
+    decode, prefill = StepWork(4, 4, 4, 4, 4), StepWork(1, 4, 4, 10, 1)
+    assert cost.flops(decode)[0] == 2 * 4 * (500 + 700)
+    assert cost.flops(prefill)[0] == 2 * (4 * 500 + 700)
+
+
+def test_the_host_works_beside_the_device_only_with_depth_2():
+    # 10 steps of 3 s on the device and 2 s on the host; with a prompt the host takes 7 s
+    host = HostCost(seconds_per_step=1.0, seconds_per_request=1.0, seconds_per_launch=5.0)
+    for depth, seconds in ((1, 7 + 3 + 9 * (2 + 3)), (2, 7 + 3 + 9 * 3)):
+        executor = SimulatedExecutor(lambda plan: 3.0, depth=depth, host_cost=host)
+        request = Request("a", [1] * 10, SamplingParams(max_tokens=10, ignore_eos=True), arrival_time=0.0)
+        simulate([request], scheduler(), executor)
+        assert executor.now() == seconds
+    slow_host = SimulatedExecutor(lambda plan: 1.0, depth=2, host_cost=host)
+    simulate([Request("a", [1] * 10, SamplingParams(max_tokens=10, ignore_eos=True))], scheduler(), slow_host)
+    assert slow_host.now() == 7 + 9 * 2 + 1  # the device waits for the host
 
 
 def test_a_machine_without_speed_is_refused():
