@@ -6,7 +6,7 @@ Exports :class:`SimulatedExecutor`, which runs the real scheduler and allocator 
 
 What arrives is a :class:`Workload`: sampled from a :class:`LengthTable` of a real trace, with
 :func:`poisson_arrivals`, :func:`gamma_arrivals` or :func:`all_at_once`, or read from a trace file
-(:func:`read_azure_csv` and others). :func:`make_requests` turns it into requests for :func:`simulate`.
+(:func:`read_trace`). :func:`make_requests` turns it into requests for :func:`simulate`.
 """
 
 from .calibration import DeviceCalibration, calibrate, recorded_rows, served_at_once
@@ -14,12 +14,13 @@ from .cost_model import HostCost, RooflineCost, StepWork
 from .executor import SimulatedExecutor, filler_token, free_of_charge
 from .length_tables import LengthTable
 from .simulate import simulate
-from .traces import read_azure_csv, read_burstgpt_csv, read_mooncake_jsonl, read_vidur_csv
+from .traces import read_azure_csv, read_burstgpt_csv, read_mooncake_jsonl, read_trace, read_vidur_csv
 from .workloads import (
     TimedLengths,
     Workload,
     all_at_once,
     gamma_arrivals,
+    hashed_prompts,
     make_requests,
     poisson_arrivals,
     random_prompts,
@@ -40,12 +41,14 @@ __all__ = [
     "filler_token",
     "free_of_charge",
     "gamma_arrivals",
+    "hashed_prompts",
     "make_requests",
     "poisson_arrivals",
     "random_prompts",
     "read_azure_csv",
     "read_burstgpt_csv",
     "read_mooncake_jsonl",
+    "read_trace",
     "read_vidur_csv",
     "recorded_rows",
     "sample_workload",

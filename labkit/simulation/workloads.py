@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,9 @@ from .length_tables import LengthTable
 
 Seed = int | np.random.Generator
 """Where randomness comes from: equal ints give equal results, a generator goes on from where it is."""
+
+TOKENS_PER_HASH_ID = 512
+"""Tokens that a hash id of a workload stands for, as in Mooncake's traces."""
 
 
 class TimedLengths(NamedTuple):
@@ -32,6 +36,8 @@ class Workload:
     Attributes:
         arrival_times: [num_requests] float64, seconds, never falling.
         num_prompt_tokens, num_output_tokens: [num_requests] int64, all at least 1.
+        hash_ids: for each request one id for every 512 tokens of its prompt begun, where the trace says so: an id
+            stands for these tokens and all before them. None if nothing is known of what prompts share.
 
     Raises ValueError for arrays of different lengths, times that fall, or a length below 1.
     """
@@ -39,6 +45,7 @@ class Workload:
     arrival_times: NDArray[np.float64]
     num_prompt_tokens: NDArray[np.int64]
     num_output_tokens: NDArray[np.int64]
+    hash_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         times = np.asarray(self.arrival_times, dtype=np.float64)
@@ -52,6 +59,8 @@ class Workload:
                 raise ValueError(f"{name} must have shape {times.shape} as arrival_times has, got {lengths.shape}")
             if lengths.size and lengths.min() < 1:
                 raise ValueError(f"{name} must be >= 1, got {lengths.min()}")
+        if self.hash_ids is not None and len(self.hash_ids) != len(times):
+            raise ValueError(f"hash_ids must have an entry for each of {len(times)} requests, got {len(self.hash_ids)}")
 
     def __len__(self) -> int:
         return len(self.arrival_times)
@@ -74,7 +83,9 @@ class Workload:
         return self._where(np.arange(len(self)) < num_requests)
 
     def _where(self, chosen: NDArray[np.bool_]) -> Workload:
-        return Workload(self.arrival_times[chosen], self.num_prompt_tokens[chosen], self.num_output_tokens[chosen])
+        lengths = self.num_prompt_tokens[chosen], self.num_output_tokens[chosen]
+        hash_ids = None if self.hash_ids is None else tuple(compress(self.hash_ids, chosen))
+        return Workload(self.arrival_times[chosen], *lengths, hash_ids)
 
 
 def sample_workload(table: LengthTable, arrival_times: NDArray[np.float64], rng: Seed = 0) -> Workload:
@@ -115,9 +126,33 @@ def random_prompts(workload: Workload, vocab_size: int, rng: Seed = 0) -> Iterat
         yield generator.integers(0, vocab_size, length).tolist()
 
 
+def hashed_prompts(workload: Workload, vocab_size: int) -> Iterator[list[int]]:
+    """A prompt for each request of a workload with hash ids, one at a time; equal ids, equal tokens.
+
+    The 512 tokens of an id spell it first, in two digits to the base ``vocab_size``, so different ids differ. Raises
+    ValueError without ids, or with one that two digits cannot spell.
+    """
+    if workload.hash_ids is None:
+        raise ValueError("workload must have hash_ids, got none")
+    offsets = np.arange(TOKENS_PER_HASH_ID)
+    for length, ids in zip(workload.num_prompt_tokens.tolist(), workload.hash_ids, strict=True):
+        if max(ids) >= vocab_size**2:
+            raise ValueError(f"hash_ids must be < vocab_size squared ({vocab_size**2}), got {max(ids)}")
+        hash_ids = np.array(ids)[:, None]
+        tokens = (hash_ids + offsets) % vocab_size
+        tokens[:, 1] = hash_ids[:, 0] // vocab_size
+        yield tokens.ravel()[:length].tolist()
+
+
 def make_requests(workload: Workload, vocab_size: int = 32_000, rng: Seed = 0) -> Iterator[Request]:
-    """Requests "0", "1", ... with random prompts that generate exactly the tokens the workload says."""
-    prompts = random_prompts(workload, vocab_size, rng)
+    """Requests "0", "1", ... that generate exactly the tokens the workload says.
+
+    Prompts share what the workload's hash ids say; without those they are random and share nothing.
+    """
+    if workload.hash_ids is None:
+        prompts = random_prompts(workload, vocab_size, rng)
+    else:
+        prompts = hashed_prompts(workload, vocab_size)
     for i, (entry, prompt) in enumerate(zip(workload, prompts, strict=True)):
         params = SamplingParams(max_tokens=entry.num_output_tokens, ignore_eos=True)
         yield Request(str(i), prompt, params, arrival_time=entry.arrival_time, seed=i)

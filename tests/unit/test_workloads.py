@@ -16,12 +16,14 @@ from labkit.simulation import (
     Workload,
     all_at_once,
     gamma_arrivals,
+    hashed_prompts,
     make_requests,
     poisson_arrivals,
     random_prompts,
     read_azure_csv,
     read_burstgpt_csv,
     read_mooncake_jsonl,
+    read_trace,
     sample_workload,
     simulate,
 )
@@ -77,11 +79,66 @@ def test_azure_files(tmp_path: Path) -> None:
 def test_mooncake_files(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     path.write_text(
-        '{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}\n'
-        '{"timestamp": 2500, "input_length": 10, "output_length": 0, "hash_ids": [0]}\n',
+        '{"timestamp": 2500, "input_length": 10, "output_length": 0, "hash_ids": [40000]}\n'
+        '{"timestamp": 0, "input_length": 1000, "output_length": 500, "hash_ids": [0, 1]}\n'
+        '{"timestamp": 2600, "input_length": 1025, "output_length": 1, "hash_ids": [0, 1, 9]}\n',
         encoding="utf-8",
     )
-    assert list(read_mooncake_jsonl(path)) == [(0.0, 6758, 500), (2.5, 10, 1)]
+    workload = read_mooncake_jsonl(path)
+    assert list(workload) == [(0.0, 1000, 500), (2.5, 10, 1), (2.6, 1025, 1)]
+    assert workload.hash_ids == ((0, 1), (40000,), (0, 1, 9))
+    first, alone, longer = hashed_prompts(workload, vocab_size=32_000)
+    assert [len(first), len(alone), len(longer)] == [1000, 10, 1025]
+    assert longer[:1000] == first and longer[:10] != alone
+    assert all(0 <= token < 32_000 for token in (*first, *alone, *longer))
+    assert [r.prompt_token_ids for r in make_requests(workload)] == [first, alone, longer]
+    assert workload.fitting(1100).hash_ids == ((40000,), (0, 1, 9))
+
+
+def test_different_hash_ids_never_give_the_same_tokens() -> None:
+    ids = tuple((i,) for i in range(49))
+    workload = Workload(np.zeros(49), np.full(49, 512), np.ones(49), ids)
+    assert len({tuple(prompt) for prompt in hashed_prompts(workload, vocab_size=7)}) == 49
+    with pytest.raises(ValueError, match=r"hash_ids must be < vocab_size squared \(36\), got 36"):
+        list(hashed_prompts(workload, vocab_size=6))
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,"
+MOONCAKE = '{"timestamp": 0, "input_length": 1025, "output_length": 5, "hash_ids": [0, 1, 2]}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (AZURE + "44\n", (0.0, 374, 44)),
+        (MOONCAKE, (0.0, 1025, 5)),
+        ("Timestamp,Model,Request tokens,Response tokens\n5,ChatGPT,472,18\n", (0.0, 472, 18)),
+        ("num_prefill_tokens,num_decode_tokens,pd_ratio\n3772,54,70\n", (0.0, 3772, 54)),
+    ],
+)
+def test_a_trace_is_known_by_its_first_line(text: str, expected: tuple, tmp_path: Path) -> None:
+    path = tmp_path / "any.name"
+    path.write_text(text, encoding="utf-8")
+    assert list(read_trace(path)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (AZURE + "many\n", "line 2: GeneratedTokens must be a number or time, got 'many'"),
+        (AZURE.replace("2023", "soon"), "line 2: TIMESTAMP must be a number or time, got 'soon"),
+        (MOONCAKE + "{broken\n", "no Mooncake trace: line 2 is '{broken'"),
+        (MOONCAKE.replace("input_length", "length"), "no Mooncake trace: line 1 has no input_length"),
+        (MOONCAKE.replace("1025", "1024"), r"line 1: a prompt of 1024 tokens must have 2 hash_ids, got 3"),
+        ("a,b\n1,2\n", "is no trace that labkit knows: .* got 'a,b'"),
+        ("", "is no trace that labkit knows"),
+    ],
+)
+def test_bad_trace_files_say_where_and_what(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_trace(path)
 
 
 def test_burstgpt_files_without_their_failed_requests(tmp_path: Path) -> None:
