@@ -180,6 +180,20 @@ def experiment_quality_command(
     typer.echo(quality_table(rows).to_string(index=False, float_format="{:.4f}".format))
 
 
+@experiment.command("heads")
+def experiment_heads_command(
+    out: Annotated[Path, typer.Option(help="JSON file to complete: its rows are kept.")] = Path("heads.json"),
+    steps: Annotated[int | None, typer.Option(help="Updates of the long run; else as the device allows.")] = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="Folder to resume interrupted training from.")] = None,
+) -> None:
+    """Fewer KV heads: perplexity before, after conversion, after uptraining; time and memory of a decode layer."""
+    from labkit.experiments.heads import record_heads
+    from labkit.experiments.heads_results import heads_tables
+
+    for part, table in heads_tables(record_heads(out, long_steps=steps, checkpoints=checkpoints)).items():
+        typer.echo(f"{part}\n{table.to_string(index=False, float_format='{:,.2f}'.format)}\n")
+
+
 def main() -> None:
     """Entry point of the console script."""
     try:

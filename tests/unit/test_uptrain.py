@@ -82,7 +82,7 @@ def test_every_window_is_seen_once_an_epoch() -> None:
 
     settings = UptrainSettings(steps=8, batch_size=4)
     seen = [rows.tolist() for rows in _batches(16, settings, 0)]
-    first, second = sum(seen[:4], []), sum(seen[4:], [])
+    first, second = ([n for rows in half for n in rows] for half in (seen[:4], seen[4:]))
     assert sorted(first) == sorted(second) == list(range(16)) and first != second
     assert [rows.tolist() for rows in _batches(16, settings, 3)] == seen[3:]
 
