@@ -36,18 +36,22 @@ def copy_blocks(kv: KVPages | Sequence[KVPages], src_dst: torch.Tensor) -> None:
 
 
 def swap_blocks(
-    source: KVPages, destination: KVPages, src_dst: torch.Tensor, stream: torch.cuda.Stream | None = None
+    source: Sequence[torch.Tensor],
+    destination: Sequence[torch.Tensor],
+    src_dst: torch.Tensor,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Copy blocks between two caches of one layer, one on the GPU and one in pinned host memory.
+    """Copy blocks between two caches, one on the GPU and one in pinned host memory.
 
+    source, destination: tensors [num_blocks, ...] of equal blocks, pair by pair: KVPages, or all that a cache has.
     src_dst: int64 [n, 2] on the GPU, rows (block in source, block in destination).
     One kernel reads or writes the pinned memory in place over the bus, so n scattered blocks are one launch and
     nothing is staged. It runs on `stream` (default: the current one), after the work already queued on the
     current stream; the caller waits for `stream` before it reuses what was read or reads what was written.
     Raises ValueError when one of the caches lies in host memory that is not pinned while the other is on a GPU.
     """
+    on_gpu = any(tensor.is_cuda for tensor in (*source, *destination))
     for tensor in (*source, *destination):
-        on_gpu = source.k.is_cuda or destination.k.is_cuda
         if on_gpu and not tensor.is_cuda and not tensor.is_pinned():
             raise ValueError("swap_blocks needs the host cache in pinned memory (torch.empty(..., pin_memory=True))")
     if stream is None:
@@ -58,7 +62,7 @@ def swap_blocks(
         _copy(source, destination, src_dst)
 
 
-def _copy(source: KVPages, destination: KVPages, src_dst: torch.Tensor) -> None:
+def _copy(source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], src_dst: torch.Tensor) -> None:
     if src_dst.dtype != torch.int64:
         raise TypeError(f"src_dst must be int64, got {src_dst.dtype}")
     if src_dst.ndim != 2 or src_dst.shape[1] != 2:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from labkit.kernels import KVPages
+from labkit.kernels.pages import QuantisedKVPages
 from labkit.models import FusedAttentionInfo
 
 from .input_batch import InputBatch
@@ -21,20 +22,26 @@ logger = logging.getLogger(__name__)
 class PagedAttention(Protocol):
     """One step's attention: made from the step's batch, then used by every layer of the forward pass."""
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages) -> None:
-        """Put the step's K and V [num_tokens, num_kv_heads, D] into their slots."""
+    def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages | QuantisedKVPages) -> None:
+        """Put the step's K and V [num_tokens, num_kv_heads, D] into their slots, or tails."""
+        ...
+
+    def rotate(
+        self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For a fused layer: rotate q and k of ``qkv`` by position; returns q, k and v [num_tokens, heads, D]."""
         ...
 
     def rotate_and_write(
         self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: KVPages
     ) -> torch.Tensor:
-        """For a fused layer: rotate q and k of ``qkv``, put K and V into their slots; returns q."""
+        """:meth:`rotate` and :meth:`write` at once, for plain pages; returns q."""
         ...
 
     def attend(
         self,
         q: torch.Tensor,
-        kv: KVPages,
+        kv: KVPages | QuantisedKVPages,
         *,
         scale: float,
         sliding_window: int | None,

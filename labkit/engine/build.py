@@ -10,17 +10,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from labkit.core import Engine
+from labkit.kv_math import KVCacheSpec, usual_block_size
 from labkit.memory import (
     ContiguousKVManager,
     KVAllocator,
     KVCacheManager,
-    reserve_max,
-    reserve_nothing,
-    reserve_oracle,
-    reserve_power_of_two,
+    reservation_named,
 )
 from labkit.models import load_model, require_supported
 from labkit.observe import Trace
+from labkit.quant import KVPolicy
 from labkit.scheduling import Scheduler, SchedulerConfig, StaticScheduler
 
 from .attention import attach, detach
@@ -28,7 +27,8 @@ from .backends import load_backend
 from .device_memory import GIB, cap_memory, engine_does_not_fit, weights_do_not_fit
 from .fused_model import FusedModel
 from .host_blocks import HostBlocks
-from .kv_storage import KVStorage, LayerShape, record_layer_shapes
+from .kv_policy import read_scales, require_support, resolve_policy
+from .kv_storage import KVStorage, LayerShape, cache_spec, record_layer_shapes
 from .measured_cost import measure_preemption_cost
 from .memory_plan import MemoryPlan, plan_memory
 from .model_executor import ModelExecutor
@@ -42,13 +42,14 @@ class EngineOptions:
     """The arguments of :class:`LLM` that shape the engine, checked."""
 
     max_model_len: int | None
-    block_size: int
+    block_size: int | None
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool
-    kv_cache_dtype: str
+    kv_cache_dtype: str | KVPolicy
+    kv_scales: str | Path | None
     memory_limit: float | None
     swap_space: float
     tensor_parallel_size: int
@@ -59,12 +60,12 @@ class EngineOptions:
     scheduler: str
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "num_gpu_blocks_override", "max_num_batched_tokens"):
+        for name in ("max_model_len", "block_size", "num_gpu_blocks_override", "max_num_batched_tokens"):
             if getattr(self, name) is not None:
                 _require_positive_int(name, getattr(self, name))
-        for name in ("block_size", "max_num_seqs", "tensor_parallel_size"):
+        for name in ("max_num_seqs", "tensor_parallel_size"):
             _require_positive_int(name, getattr(self, name))
-        if self.block_size & (self.block_size - 1):
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two >= 1, got {self.block_size}")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
@@ -86,11 +87,11 @@ class EngineOptions:
                 f"swap_space must be 0 with kv_allocator={self.kv_allocator!r}, got {self.swap_space}: only the paged "
                 "allocator swaps"
             )
+        resolve_policy(self.kv_cache_dtype)
         self._refuse_what_is_not_built()
 
     def _refuse_what_is_not_built(self) -> None:
         missing = {
-            f"kv_cache_dtype={self.kv_cache_dtype!r}": self.kv_cache_dtype != "auto",
             f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size != 1,
         }
         for argument, asked_for in missing.items():
@@ -225,10 +226,11 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
         max_num_batched_tokens = options.max_num_batched_tokens
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(options.max_num_seqs, 8192 if model.device.type == "cuda" else 2048)
+        policy = resolve_policy(options.kv_cache_dtype)
+        spec = _stored_cache(shapes, policy, options.block_size, model.device)
         memory = plan_memory(
             model,
-            shapes,
-            block_size=options.block_size,
+            spec,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -236,11 +238,22 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             gpu_memory_utilization=options.gpu_memory_utilization,
             memory_limit=limit,
             swap_space=int(options.swap_space * GIB),
+            kv_tails=spec.bytes_for_tails(options.max_num_seqs, next(iter(shapes.values())).dtype),
             captures_graphs=captures_graphs,
         )
         config = SchedulerConfig(options.max_num_seqs, max_num_batched_tokens, memory.max_model_len)
-        scheduler = SCHEDULERS[options.scheduler](config, _make_allocator(options, memory))  # checks the pool's size
-        storage = KVStorage(shapes, memory.num_blocks, memory.block_size, model.device)
+        scheduler = SCHEDULERS[options.scheduler](
+            config, _make_allocator(options, memory, spec)
+        )  # checks the pool's size
+        storage = KVStorage(
+            shapes,
+            memory.num_blocks,
+            memory.block_size,
+            model.device,
+            policy,
+            num_tails=options.max_num_seqs,
+            fixed_scales=read_scales(options.kv_scales, policy),
+        )
         trace = Trace(
             memory.num_blocks,
             memory.block_size,
@@ -248,6 +261,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             attention_backend=backend_name,
+            kv_cache_dtype="auto" if policy is None else str(policy),
         )
         host_blocks = HostBlocks(storage, memory.num_host_blocks) if memory.num_host_blocks else None
         executor = ModelExecutor(model, storage, backend, options.max_num_seqs, host_blocks)
@@ -286,7 +300,20 @@ def require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerSha
         )
 
 
-def _make_allocator(options: EngineOptions, memory: MemoryPlan) -> KVAllocator:
+def _stored_cache(
+    shapes: dict[int, LayerShape], policy: KVPolicy | None, block_size: int | None, device: torch.device
+) -> KVCacheSpec:
+    """The cache as it will be stored. Raises ValueError for a policy that does not fit model, blocks or GPU."""
+    if policy is None:
+        return cache_spec(shapes, block_size or usual_block_size(()))
+    require_support(policy, device)
+    try:
+        return cache_spec(shapes, block_size or usual_block_size(policy.all_formats), policy)
+    except ValueError as error:
+        raise ValueError(f"kv_cache_dtype ({policy}) does not fit: {error}") from error
+
+
+def _make_allocator(options: EngineOptions, memory: MemoryPlan, spec: KVCacheSpec) -> KVAllocator:
     num_blocks, block_size = memory.num_blocks, memory.block_size
     if options.kv_allocator == "paged":
         return KVCacheManager(
@@ -294,11 +321,7 @@ def _make_allocator(options: EngineOptions, memory: MemoryPlan) -> KVAllocator:
             block_size,
             enable_prefix_caching=options.enable_prefix_caching,
             num_host_blocks=memory.num_host_blocks,
+            shares_partial_blocks=not any(layer.tail_values_per_token for layer in spec.layers),
         )
-    reservation = {
-        "reserve_max": reserve_max(memory.max_model_len),
-        "reserve_power_of_two": reserve_power_of_two,
-        "reserve_oracle": reserve_oracle,
-        "first_fit": reserve_nothing,
-    }[options.kv_allocator]
+    reservation = reservation_named(options.kv_allocator, memory.max_model_len)
     return ContiguousKVManager(num_blocks, block_size, reservation)

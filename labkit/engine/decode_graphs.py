@@ -24,8 +24,8 @@ from labkit.scheduling import Request, StepPlan
 from .input_batch import InputBatch
 
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_TOKEN, _CARRIED, _POSITION, _SLOT, _SEQ_LEN = range(5)  # rows of the staged numbers
-_PADDING = np.array([0, -1, 0, -1, 0])[:, None]
+_TOKEN, _CARRIED, _POSITION, _SLOT, _SEQ_LEN, _TAIL = range(6)  # rows of the staged numbers
+_PADDING = np.array([0, -1, 0, -1, 0, 0])[:, None]
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -49,12 +49,14 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_blocks: int,
         block_size: int,
+        has_tails: bool = False,
     ) -> None:
-        """``max_blocks`` is the longest block table."""
+        """``max_blocks`` is the longest block table; ``has_tails``: some format needs ``tail_rows``."""
         device = newest_tokens.device
         self._forward = forward
         self._newest_tokens = newest_tokens
         self._block_size = block_size
+        self._has_tails = has_tails
         self._sizes = capture_sizes(max_num_seqs)
         self._numbers = torch.from_numpy(np.repeat(_PADDING, max_num_seqs, axis=1)).to(device)
         self._block_table = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
@@ -66,7 +68,7 @@ class DecodeGraphs:
         self._host_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self._pinned = [
             (
-                torch.zeros(5, max_num_seqs, dtype=torch.int64, pin_memory=True),
+                torch.zeros(len(_PADDING), max_num_seqs, dtype=torch.int64, pin_memory=True),
                 torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, pin_memory=True),
             )
             for _ in range(2)
@@ -93,14 +95,15 @@ class DecodeGraphs:
         """Whether ``plan`` is one token of each request, for a number of requests that was captured."""
         return len(plan.requests) <= self._sizes[-1] and plan.num_scheduled_tokens == len(plan.requests)
 
-    def run(self, plan: StepPlan, carried: Sequence[int]) -> torch.Tensor:
+    def run(self, plan: StepPlan, carried: Sequence[int], tail_rows: Sequence[int] | None = None) -> torch.Tensor:
         """Replay a decode step; logits [num_requests, vocab_size], valid until the next replay.
 
-        ``carried[i]`` is where in ``newest_tokens`` request i finds its input token, or -1 if the host knows it.
+        ``carried[i]`` is where in ``newest_tokens`` request i finds its input token, or -1 if the host knows it;
+        ``tail_rows[i]`` where its unfinished block waits.
         """
         count = len(plan.requests)
         size = next(s for s in self._sizes if s >= count)
-        self._stage(plan, carried, size)
+        self._stage(plan, carried, tail_rows, size)
         graph, logits = self._graphs[size]
         graph.replay()
         return logits[:count]
@@ -120,10 +123,11 @@ class DecodeGraphs:
                 query_start_loc=self._query_start_loc[: size + 1],
                 host_seq_lens=[],
                 host_query_lens=[1] * size,
+                tail_rows=numbers[_TAIL].int() if self._has_tails else None,
             )
         )
 
-    def _stage(self, plan: StepPlan, carried: Sequence[int], size: int) -> None:
+    def _stage(self, plan: StepPlan, carried: Sequence[int], tail_rows: Sequence[int] | None, size: int) -> None:
         """Bring the rows up to date and start their copies to the device."""
         count = len(plan.requests)
         rows = [entry.request for entry in plan.requests]
@@ -139,6 +143,8 @@ class DecodeGraphs:
         else:
             self._lay_out(plan, carried)
             self._rows = rows
+        if tail_rows is not None:
+            self._host_numbers[_TAIL, :count] = tail_rows
         numbers = self._host_numbers
         numbers[:, count:size] = _PADDING
         position = numbers[_POSITION, :count]

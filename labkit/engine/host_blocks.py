@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import torch
 
-from labkit.kernels import KVPages, swap_blocks
+from labkit.kernels import swap_blocks
 
 from .kv_storage import KVStorage
 from .upload import upload_array
@@ -40,16 +40,15 @@ class HostBlocks:
             raise RuntimeError(
                 f"the system gave no {starts[-1] / 2**30:.2f} GiB of host memory for swap_space: lower swap_space"
             ) from error
-        tensors = [
+        self._tensors = [
             buffer[start : start + size].view(dtype).view(shape)
             for start, size, dtype, shape in zip(starts, sizes, dtypes, shapes, strict=False)
         ]
-        self._pages = [KVPages(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(tensor.nbytes for pages in self._pages for tensor in pages)
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def start_copies(
         self, swap_outs: Sequence[tuple[int, int]], swap_ins: Sequence[tuple[int, int]]
@@ -59,33 +58,34 @@ class HostBlocks:
         They begin when the current stream has done all that it was given so far. Returns the event after which they
         have landed, None if they have already.
         """
-        pool = self.storage.owned_pages()
+        pool = list(self.storage.tensors())
         if self._stream is None:
-            _copy(pool, self._pages, swap_outs)
-            _copy(self._pages, pool, swap_ins)
+            _copy(pool, self._tensors, swap_outs)
+            _copy(self._tensors, pool, swap_ins)
             return None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            _copy(pool, self._pages, swap_outs)
-            _copy(self._pages, pool, swap_ins)
+            _copy(pool, self._tensors, swap_outs)
+            _copy(self._tensors, pool, swap_ins)
             landed = torch.cuda.Event()
             landed.record()
         return landed
 
     def release(self) -> None:
         """Let go of the memory; the blocks cannot be used any more."""
-        self._pages.clear()
+        self._tensors.clear()
 
 
-def _copy(sources: Sequence[KVPages], destinations: Sequence[KVPages], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks, given as (src, dst), between two caches, on the current stream."""
+def _copy(
+    sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]
+) -> None:
+    """Copy blocks, given as (src, dst), between the tensors of two caches, on the current stream."""
     if not pairs:
         return
-    on_gpu = next((tensor.device for tensor in (*sources[0], *destinations[0]) if tensor.is_cuda), None)
+    on_gpu = next((tensor.device for tensor in (sources[0], destinations[0]) if tensor.is_cuda), None)
     src_dst = upload_array(np.array(pairs, dtype=np.int64), on_gpu or torch.device("cpu"))
+    if on_gpu is not None:
+        swap_blocks(sources, destinations, src_dst)
+        return
     for source, destination in zip(sources, destinations, strict=True):
-        if on_gpu is not None:
-            swap_blocks(source, destination, src_dst)
-            continue
-        for src, dst in zip(source, destination, strict=True):
-            dst[src_dst[:, 1]] = src[src_dst[:, 0]]
+        destination[src_dst[:, 1]] = source[src_dst[:, 0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ class InputBatch:
         seq_lens: int32 [num_seqs], context length with this step's tokens.
         query_start_loc: int32 [num_seqs + 1].
         host_seq_lens, host_query_lens: lengths as Python numbers.
+        tail_rows: int32 [num_seqs], where each sequence's unfinished block waits; None if no format needs that.
     """
 
     token_ids: torch.Tensor
@@ -35,6 +37,7 @@ class InputBatch:
     query_start_loc: torch.Tensor
     host_seq_lens: list[int]
     host_query_lens: list[int]
+    tail_rows: torch.Tensor | None = None
 
     @property
     def max_query_len(self) -> int:
@@ -42,13 +45,17 @@ class InputBatch:
         return max(self.host_query_lens)
 
 
-def stage_inputs(plan: StepPlan, block_size: int, device: torch.device) -> InputBatch:
+def stage_inputs(
+    plan: StepPlan, block_size: int, device: torch.device, tail_rows: Sequence[int] | None = None
+) -> InputBatch:
     """Lay out the tokens of ``plan`` and move them to ``device``."""
     num_seqs, num_tokens = len(plan.requests), plan.num_scheduled_tokens
     # Rows begin at multiples of 16 bytes: Triton compiles a kernel of its own for pointers that do not.
     tokens = np.empty((3, _round_up(num_tokens, 2)), dtype=np.int64)  # token ids, positions, slots
     block_table = np.zeros((num_seqs, max(len(entry.block_table) for entry in plan.requests)), dtype=np.int32)
-    lengths = np.zeros((2, _round_up(num_seqs + 1, 4)), dtype=np.int32)  # query_start_loc; seq_lens
+    lengths = np.zeros((3, _round_up(num_seqs + 1, 4)), dtype=np.int32)  # query_start_loc; seq_lens; tail rows
+    if tail_rows is not None:
+        lengths[2, :num_seqs] = tail_rows
     start = 0
     for row, entry in enumerate(plan.requests):
         first, count = entry.num_computed_tokens, entry.num_scheduled_tokens
@@ -78,6 +85,7 @@ def stage_inputs(plan: StepPlan, block_size: int, device: torch.device) -> Input
         seq_lens=device_lengths[1, :num_seqs],
         host_seq_lens=lengths[1, :num_seqs].tolist(),
         host_query_lens=[entry.num_scheduled_tokens for entry in plan.requests],
+        tail_rows=None if tail_rows is None else device_lengths[2, :num_seqs],
     )
 
 

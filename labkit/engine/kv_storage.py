@@ -1,17 +1,21 @@
-"""The KV cache as tensors: two a layer, shaped by what the model's attention really receives."""
+"""The KV cache as tensors, shaped by what the model's attention really receives and by the formats it is stored in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from labkit.kernels import KVPages
+from labkit.kernels.pages import QuantisedKVPages, QuantisedPages
+from labkit.kv_math import KVCacheSpec, KVFormat, KVLayer
 from labkit.models import FusedAttentionInfo
+from labkit.quant import KVPolicy, LayerScales, Scales, hadamard
 
 from .forward_context import attention_handled_by
+from .quantised_pages import allocate_pages, bytes_of, set_fixed_scales
 from .upload import upload
 
 
@@ -29,11 +33,6 @@ class LayerShape:
     dtype: torch.dtype
     sliding_window: int | None
     source: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in this layer."""
-        return self.num_kv_heads * (self.head_dim_k + self.head_dim_v) * self.dtype.itemsize
 
 
 class _ShapeRecorder:
@@ -100,45 +99,79 @@ def record_layer_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
 class KVStorage:
     """K and V pages of every layer; block b of every layer belongs to the same tokens.
 
-    The pages are not initialised: attention never lets a slot that was not written reach a result.
+    Layers whose K and V are stored as the model has them get :class:`KVPages`, others :class:`QuantisedKVPages`. The
+    pages are not initialised: attention never lets a slot that was not written reach a result.
     """
 
     def __init__(
-        self, shapes: dict[int, LayerShape], num_blocks: int, block_size: int, device: torch.device | str
+        self,
+        shapes: dict[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | str,
+        policy: KVPolicy | None = None,
+        *,
+        num_tails: int = 0,
+        fixed_scales: Mapping[int, LayerScales] | None = None,
     ) -> None:
+        """``policy`` None stores what the model computes. ``num_tails``: sequences that run at once, where it matters.
+
+        ``fixed_scales`` are those of :func:`labkit.quant.load_scales`; fp8 without them has 1.0. Raises ValueError for
+        a policy that does not fit, integer formats with fixed scales that are not given, and scales of other layers.
+        """
         self.shapes = shapes
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._pages: dict[int, KVPages] = {}
-        for layer_idx, shape in shapes.items():
-            if shape.source == layer_idx:
+        self.spec = cache_spec(shapes, block_size, policy)
+        self._pages: dict[int, KVPages | QuantisedKVPages] = {}
+        self._rotations: dict[int, torch.Tensor] = {}
+        writers = [layer_idx for layer_idx, shape in shapes.items() if shape.source == layer_idx]
+        if fixed_scales is not None and len(fixed_scales) != len(writers):
+            raise ValueError(f"kv_scales must have {len(writers)} layers, got {len(fixed_scales)}")
+        for number, (layer_idx, layer) in enumerate(zip(writers, self.spec.layers, strict=True)):
+            shape = shapes[layer_idx]
+            if layer.key == layer.value == KVFormat.of(shape.dtype):
                 page = (num_blocks, shape.num_kv_heads, block_size)
                 self._pages[layer_idx] = KVPages(
                     torch.empty(*page, shape.head_dim_k, dtype=shape.dtype, device=device),
                     torch.empty(*page, shape.head_dim_v, dtype=shape.dtype, device=device),
                 )
+                continue
+            scales = None if fixed_scales is None else fixed_scales[number]
+            self._pages[layer_idx] = _quantised(shape, layer, num_blocks, block_size, num_tails, scales, device)
+        if policy is not None and policy.rotate:
+            for layer_idx, shape in shapes.items():
+                self._rotations[layer_idx] = hadamard(shape.head_dim_k).to(device, shape.dtype)
 
-    def pages(self, layer_idx: int) -> KVPages:
+    def pages(self, layer_idx: int) -> KVPages | QuantisedKVPages:
         """The pages that a layer reads: its own, or those of the layer that it shares with."""
         return self._pages[self.shapes[layer_idx].source]
 
-    def owned_pages(self) -> Sequence[KVPages]:
-        """The pages of all layers that have their own."""
-        return list(self._pages.values())
+    def rotation(self, layer_idx: int) -> torch.Tensor | None:
+        """The matrix [D_k, D_k] that q and k of a layer are multiplied with after RoPE; None for none."""
+        return self._rotations.get(layer_idx)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor of the cache, once."""
-        for pages in self._pages.values():
-            yield from pages
+        """Every tensor that has blocks, once: what is copied, swapped and evicted together. float8 comes as bytes."""
+        for tensor in self._parts():
+            if tensor is not None and tensor.shape[0] == self.num_blocks:
+                yield bytes_of(tensor)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return sum(tensor.nbytes for tensor in self.tensors())
+        """Bytes of the whole pool, scales included: ``spec.bytes_for_pool(num_blocks)``."""
+        return sum(tensor.nbytes for tensor in self._parts() if tensor is not None)
+
+    @property
+    def tails(self) -> list[torch.Tensor]:
+        """Where unfinished blocks wait: [num_tails, num_kv_heads, block_size, D] for each K or V that needs it."""
+        quantised = [pages for pages in self._pages.values() if isinstance(pages, QuantisedKVPages)]
+        return [tail for pages in quantised for tail in (pages.k_tail, pages.v_tail) if tail is not None]
 
     def release(self) -> None:
         """Let go of the tensors; the cache cannot be used any more."""
         self._pages.clear()
+        self._rotations.clear()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as (src, dst), in all layers; every source is read before any destination is written."""
@@ -150,7 +183,52 @@ class KVStorage:
         for tensor in self.tensors():
             tensor[dst] = tensor[src]
 
+    def _parts(self) -> Iterator[torch.Tensor | None]:
+        """Codes, scales and zero points of every layer, those that are fixed included."""
+        for pages in self._pages.values():
+            yield from (pages if isinstance(pages, KVPages) else (*pages.k, *pages.v))
 
-def bytes_per_block(shapes: dict[int, LayerShape], block_size: int) -> int:
-    """Bytes of one block over all layers that have a cache of their own."""
-    return block_size * sum(s.bytes_per_token for i, s in shapes.items() if s.source == i)
+
+def cache_spec(shapes: dict[int, LayerShape], block_size: int, policy: KVPolicy | None = None) -> KVCacheSpec:
+    """The cache of a model as kv_math counts it: its exact bytes, from what the layers hand to attention.
+
+    A policy numbers the layers that have a cache of their own. Raises ValueError if it does not fit them.
+    """
+    layers = [
+        KVLayer(s.num_kv_heads, s.head_dim_k, s.head_dim_v, KVFormat.of(s.dtype), KVFormat.of(s.dtype))
+        for layer_idx, s in shapes.items()
+        if s.source == layer_idx
+    ]
+    spec = KVCacheSpec.from_layers(layers, block_size)
+    if policy is None:
+        return spec
+    spec = policy.apply_to(spec)
+    for layer in spec.layers:
+        for format, head_dim in ((layer.key, layer.head_dim), (layer.value, layer.head_dim_v)):
+            allocate_pages(format, 1, layer.num_kv_heads, block_size, head_dim, "meta")
+    return spec
+
+
+def _quantised(
+    shape: LayerShape,
+    layer: KVLayer,
+    num_blocks: int,
+    block_size: int,
+    num_tails: int,
+    fixed_scales: LayerScales | None,
+    device: torch.device | str,
+) -> QuantisedKVPages:
+    """Pages of one layer in its formats."""
+
+    def side(format: KVFormat, head_dim: int, scales: Scales | None) -> tuple[QuantisedPages, torch.Tensor | None]:
+        pages = allocate_pages(format, num_blocks, shape.num_kv_heads, block_size, head_dim, device)
+        set_fixed_scales(pages, format, scales)
+        if not format.needs_tail:
+            return pages, None
+        tail = (num_tails, shape.num_kv_heads, block_size, head_dim)
+        return pages, torch.empty(tail, dtype=shape.dtype, device=device)
+
+    fixed = fixed_scales or LayerScales(None, None)
+    k, k_tail = side(layer.key, shape.head_dim_k, fixed.key)
+    v, v_tail = side(layer.value, shape.head_dim_v, fixed.value)
+    return QuantisedKVPages(k, v, shape.head_dim_k, shape.head_dim_v, k_tail, v_tail)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from labkit.core import Engine
 from labkit.observe import EngineStats, Trace
+from labkit.quant import KVPolicy
 from labkit.scheduling import Request, SamplingParams
 
 from .attention import is_attached
@@ -38,6 +39,11 @@ class LLM:
         for output in llm.generate(["Hello, my name is"], SamplingParams(temperature=0)):
             print(output.outputs[0].text)
 
+    ``kv_cache_dtype`` is how K and V are stored: "auto" (as the model computes them), "fp8" (e4m3), "fp8_e5m2", "int8",
+    "int4", or a :class:`labkit.quant.KVPolicy` (K and V apart, by layer); ``kv_scales`` is a file of scales for formats
+    whose scales are fixed before the run (:func:`labkit.quant.save_scales`). ``block_size`` None is 16, or 32 where
+    the tokens of a block share scales, as K's do in "int4".
+
     Args that are not vLLM's: ``attention_backend`` ("auto", "torch", "triton"); ``kv_allocator`` ("paged", or for
     comparison "reserve_max", "reserve_power_of_two", "reserve_oracle", "first_fit"); ``scheduler`` ("continuous", or
     for comparison "static"); ``memory_limit`` (GiB: the engine acts as if the device had no more; on a GPU that binds
@@ -56,13 +62,14 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         max_model_len: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         gpu_memory_utilization: float = 0.9,
         num_gpu_blocks_override: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: str | KVPolicy = "auto",
+        kv_scales: str | Path | None = None,
         swap_space: float = 0,
         memory_limit: float | None = None,
         tensor_parallel_size: int = 1,
@@ -83,6 +90,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             kv_cache_dtype=kv_cache_dtype,
+            kv_scales=kv_scales,
             swap_space=swap_space,
             memory_limit=memory_limit,
             tensor_parallel_size=tensor_parallel_size,

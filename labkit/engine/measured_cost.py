@@ -27,6 +27,7 @@ def measure_preemption_cost(executor: ModelExecutor, host: HostBlocks, max_num_t
     prompt = ScheduledRequest(request, 0, num_tokens, range(-(-num_tokens // storage.block_size)), 1)
     moving = _seconds(executor, StepPlan(0, (), swap_outs=pairs)) + _seconds(executor, StepPlan(0, (), swap_ins=pairs))
     computing = _seconds(executor, StepPlan(0, (prompt,)))
+    executor.submit(StepPlan(0, (), ended_ids=(request.request_id,)))
     executor.reset()
     return PreemptionCost(moving / (2 * num_blocks), computing / num_tokens)
 

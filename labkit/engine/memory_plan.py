@@ -9,12 +9,12 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from labkit.kv_math import KVCacheSpec
 from labkit.models import FusedAttentionInfo
 
 from .decode_graphs import capture_sizes
 from .device_memory import GIB
 from .forward_context import attention_handled_by
-from .kv_storage import LayerShape, bytes_per_block
 from .memory_monitor import unique_storage_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,9 @@ class MemoryPlan:
 
     Attributes:
         weights: parameters and buffers, each storage once.
-        kv_pool: K and V of all blocks; on a CPU the system hands pages out only as blocks are first used.
+        kv_pool: K and V of all blocks, with their scales; on a CPU the system hands pages out only as blocks are first
+            used.
+        kv_tails: where unfinished blocks of running sequences wait, for formats whose scales span a block.
         activations: peak of the largest step, measured before the pool was sized (GPU only; 0 on a CPU).
         graphs: set aside for CUDA graphs.
         total: memory of the device, or less if ``memory_limit`` says so.
@@ -44,15 +46,21 @@ class MemoryPlan:
     total: int
     num_blocks: int
     block_size: int
-    bytes_per_token: int
+    bytes_per_block: int
     max_model_len: int
     graphs: int = 0
     num_host_blocks: int = 0
+    kv_tails: int = 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """A token's share of a full block, rounded up where tokens share scales."""
+        return -(-self.bytes_per_block // self.block_size)
 
     @property
     def swap_space(self) -> int:
         """Bytes of host memory to swap to."""
-        return self.num_host_blocks * self.block_size * self.bytes_per_token
+        return self.num_host_blocks * self.bytes_per_block
 
     def __repr__(self) -> str:
         rows = [
@@ -65,8 +73,10 @@ class MemoryPlan:
             ("activations", f"{self.activations / GIB:8.3f} GiB" if self.activations else "     not measured"),
             ("device", f"{self.total / GIB:8.3f} GiB on {self.device}"),
         ]
+        if self.kv_tails:
+            rows.insert(2, ("KV tails", f"{self.kv_tails / GIB:8.3f} GiB for unfinished blocks"))
         if self.graphs:
-            rows.insert(3, ("CUDA graphs", f"{self.graphs / GIB:8.3f} GiB set aside"))
+            rows.insert(-1, ("CUDA graphs", f"{self.graphs / GIB:8.3f} GiB set aside"))
         if self.num_host_blocks:
             rows.append(("swap space", f"{self.swap_space / GIB:8.3f} GiB of the host = {self.num_host_blocks} blocks"))
         tokens = self.num_blocks * self.block_size
@@ -82,9 +92,8 @@ def cpu_pool_bytes(available: int) -> int:
 
 def plan_memory(
     model: PreTrainedModel,
-    shapes: dict[int, LayerShape],
+    spec: KVCacheSpec,
     *,
-    block_size: int,
     max_model_len: int | None,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -92,12 +101,14 @@ def plan_memory(
     gpu_memory_utilization: float,
     memory_limit: int | None = None,
     swap_space: int = 0,
+    kv_tails: int = 0,
     captures_graphs: bool = False,
 ) -> MemoryPlan:
     """Choose the number of blocks (unless given) and the effective ``max_model_len``.
 
-    ``memory_limit`` and ``swap_space`` are bytes. On a GPU ``gpu_memory_utilization`` is the share of it, or of
-    ``memory_limit``, that everything takes together; on a CPU weights and pool stay below ``memory_limit``.
+    ``spec`` is the cache as it is stored. ``memory_limit``, ``swap_space`` and ``kv_tails`` are bytes. On a GPU
+    ``gpu_memory_utilization`` is the share of it, or of ``memory_limit``, that everything takes together; on a CPU
+    weights and pool stay below ``memory_limit``.
 
     A ``max_model_len`` that the caller chose, or one that fits, is kept. If the model's own is longer than an
     automatically sized pool, it is lowered to the pool and a warning says so. Raises ValueError naming numbers and
@@ -105,7 +116,7 @@ def plan_memory(
     """
     device = model.device
     weights = unique_storage_bytes([*model.parameters(), *model.buffers()])
-    block_bytes = bytes_per_block(shapes, block_size)
+    block_size, block_bytes = spec.block_size, spec.bytes_per_block
     limit = _model_limit(model)
     if max_model_len is not None and limit is not None and max_model_len > limit:
         raise ValueError(f"max_model_len must be <= {limit}, the positions that this model has, got {max_model_len}")
@@ -118,13 +129,15 @@ def plan_memory(
         used = total - free
         if memory_limit is not None and memory_limit < total:  # as if the card were smaller, and ours alone
             total, used = memory_limit, torch.cuda.memory_reserved(device)
-        most = min(total - used, free) - activations - graphs
-        room = min(int(total * gpu_memory_utilization) - used - activations - graphs, most)
+        beside = activations + graphs + kv_tails + spec.fixed_bytes
+        most = min(total - used, free) - beside
+        room = min(int(total * gpu_memory_utilization) - used - beside, most)
         knobs = f"raise gpu_memory_utilization by {(block_bytes - room) / total:.3f} or lower max_num_batched_tokens"
     else:
         memory = psutil.virtual_memory()
         total = memory.total if memory_limit is None else min(memory.total, memory_limit)
         most = memory.available if memory_limit is None else min(memory.available, memory_limit - weights)
+        most -= kv_tails + spec.fixed_bytes
         room = min(cpu_pool_bytes(memory.available), most)
         knobs = "free some memory"
     if memory_limit is not None:
@@ -153,14 +166,15 @@ def plan_memory(
     return MemoryPlan(
         device=str(device),
         weights=weights,
-        kv_pool=num_blocks * block_bytes,
+        kv_pool=spec.bytes_for_pool(num_blocks),
         activations=activations,
         total=total,
         num_blocks=num_blocks,
         block_size=block_size,
-        bytes_per_token=block_bytes // block_size,
+        bytes_per_block=block_bytes,
         max_model_len=wanted_len,
         graphs=graphs,
+        kv_tails=kv_tails,
         num_host_blocks=_num_host_blocks(swap_space, block_bytes, max_num_seqs * -(-wanted_len // block_size), on_host),
     )
 

@@ -22,6 +22,7 @@ from .kv_storage import KVStorage
 from .logits_rows import LogitsRows
 from .paged_forward import PagedForward
 from .sampler import sample, top_logprobs
+from .tail_rows import TailRows
 from .upload import download, upload
 
 
@@ -70,6 +71,7 @@ class ModelExecutor:
         self._under_way: deque[_UnderWay] = deque()
         self._newest_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
         self._newest_index: dict[str, int] = {}  # where in it a request's token of the last step lies
+        self.tail_rows = TailRows(max_num_seqs) if storage.tails else None
         self._fault: Exception | None = None
 
     @property
@@ -85,6 +87,7 @@ class ModelExecutor:
             max_num_seqs=max_num_seqs,
             max_blocks=max_blocks,
             block_size=self.storage.block_size,
+            has_tails=self.tail_rows is not None,
         )
         with torch.inference_mode():
             self.graphs.capture()
@@ -107,6 +110,7 @@ class ModelExecutor:
             query_start_loc=starts,
             host_seq_lens=lengths,
             host_query_lens=lengths,
+            tail_rows=upload([0, 0], torch.int32, self.device) if self.tail_rows is not None else None,
         )
         self._forward(batch, [31, 32]).argmax(-1)
 
@@ -130,6 +134,8 @@ class ModelExecutor:
                 "restart the process"
             )
         landed = None
+        if self.tail_rows is not None:
+            self.tail_rows.release(plan.ended_ids)
         try:
             landed = self._start_swaps(plan)
             if plan.requests:
@@ -168,8 +174,11 @@ class ModelExecutor:
     def _compute(self, plan: StepPlan) -> None:
         self.storage.copy_blocks(plan.copies)
         carried = self._carried(plan)
+        tail_rows = None
+        if self.tail_rows is not None:
+            tail_rows = [self.tail_rows.of(entry.request.request_id) for entry in plan.requests]
         if self.graphs is not None and self.graphs.fits(plan):
-            logits = self.graphs.run(plan, carried)
+            logits = self.graphs.run(plan, carried, tail_rows)
             if all(entry.num_samples == 1 and entry.request.takes_argmax for entry in plan.requests):
                 tokens = logits.argmax(-1)
                 self._keep_newest(tokens, [entry.request for entry in plan.requests])
@@ -179,7 +188,7 @@ class ModelExecutor:
             if wanted.rows != list(range(len(logits))):
                 logits = logits[upload(wanted.rows, torch.int64, self.device)]
         else:
-            batch = stage_inputs(plan, self.storage.block_size, self.device)
+            batch = stage_inputs(plan, self.storage.block_size, self.device, tail_rows)
             self._fill_in(batch, carried)
             wanted = LogitsRows.of(plan)
             logits = self._forward(batch, wanted.rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from labkit.kernels import KVPages
 from labkit.models import FusedAttentionInfo
 
 from .backends import PagedAttention
@@ -30,6 +31,7 @@ class PagedForward:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         pages = self._storage.pages(layer_idx)
+        q, k = self._spread(layer_idx, q, k)
         if self._storage.shapes[layer_idx].source == layer_idx:
             self._attention.write(k, v, pages)
         return self._attention.attend(
@@ -39,10 +41,20 @@ class PagedForward:
     def attend_fused(
         self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """The same for a fused layer: rotation and KV write in one kernel; returns [num_tokens, num_q_heads * D]."""
+        """The same for a fused layer; plain pages are written where RoPE is; returns [num_tokens, num_q_heads * D]."""
         pages = self._storage.pages(info.layer_idx)
-        q = self._attention.rotate_and_write(info, qkv, cos, sin, pages)
+        if isinstance(pages, KVPages) and self._storage.rotation(info.layer_idx) is None:
+            q = self._attention.rotate_and_write(info, qkv, cos, sin, pages)
+        else:
+            q, k, v = self._attention.rotate(info, qkv, cos, sin)
+            q, k = self._spread(info.layer_idx, q, k)
+            self._attention.write(k, v, pages)
         out = self._attention.attend(
             q, pages, scale=info.scale, sliding_window=info.sliding_window, softcap=None, sinks=None
         )
         return out.flatten(1)
+
+    def _spread(self, layer_idx: int, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k with outlier channels spread over all, where the policy asks for it (labkit.quant.rotation)."""
+        rotation = self._storage.rotation(layer_idx)
+        return (q, k) if rotation is None else (q @ rotation, k @ rotation)

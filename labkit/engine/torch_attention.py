@@ -16,9 +16,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from labkit.kernels import KVPages, elementwise_reference
+from labkit.kernels.pages import QuantisedKVPages
 from labkit.models import FusedAttentionInfo
 
 from .input_batch import InputBatch
+from .torch_quantised import QuantisedReader, QuantisedWriter
 
 _SAME_SIZE_BLOCKS = 16
 _QUERY_ROWS = 256
@@ -32,13 +34,17 @@ class TorchPagedAttention:
         self._block_size = block_size
         self._fresh_blocks = self._slots[self._slots % block_size == 0] // block_size
         self._write_rows: dict[int, torch.Tensor] = {}
+        self._quantised = QuantisedWriter(batch, block_size)
         self._groups = [_DecodeGroup(batch, members, block_size) for members in _decode_groups(batch, block_size)]
         self._prefills = [
             _Prefill(batch, index, block_size) for index, length in enumerate(batch.host_query_lens) if length > 1
         ]
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages | QuantisedKVPages) -> None:
         """Put the step's K and V [num_tokens, num_kv_heads, D] into their slots."""
+        if isinstance(kv, QuantisedKVPages):
+            self._quantised.write(k, v, kv)
+            return
         heads = kv.num_kv_heads
         rows = self._write_rows.get(heads)
         if rows is None:
@@ -57,6 +63,14 @@ class TorchPagedAttention:
         self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: KVPages
     ) -> torch.Tensor:
         """Rotate q and k of the merged projection and put K and V into their slots; returns q."""
+        q, k, v = self.rotate(info, qkv, cos, sin)
+        self.write(k, v, kv)
+        return q
+
+    def rotate(
+        self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotate q and k of the merged projection; returns q, k and v."""
         heads = qkv.unflatten(1, (-1, info.head_dim))
         qk, v = heads.split([info.num_q_heads + info.num_kv_heads, info.num_kv_heads], dim=1)
         if info.q_norm is not None and info.k_norm is not None:
@@ -64,13 +78,12 @@ class TorchPagedAttention:
             normed = ((q, info.q_norm), (k, info.k_norm))
             qk = torch.cat([elementwise_reference.rms_norm(x, weight, info.norm_eps) for x, weight in normed], dim=1)
         rotated = elementwise_reference.rotate(qk, cos.to(qk.dtype), sin.to(qk.dtype))
-        self.write(rotated[:, info.num_q_heads :], v, kv)
-        return rotated[:, : info.num_q_heads]
+        return rotated[:, : info.num_q_heads], rotated[:, info.num_q_heads :], v
 
     def attend(
         self,
         q: torch.Tensor,
-        kv: KVPages,
+        kv: KVPages | QuantisedKVPages,
         *,
         scale: float,
         sliding_window: int | None,
@@ -81,7 +94,8 @@ class TorchPagedAttention:
         options = _Options(scale, sliding_window, softcap, sinks)
         if len(self._groups) == 1 and not self._prefills:
             return self._groups[0].attend(q, kv, options)  # all decode: q is the group's batch already
-        out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
+        head_dim_v = kv.head_dim_v if isinstance(kv, QuantisedKVPages) else kv.v.shape[3]
+        out = q.new_empty(q.shape[0], q.shape[1], head_dim_v)
         for group in self._groups:
             out[group.tokens] = group.attend(q[group.tokens], kv, options)
         for prefill in self._prefills:
@@ -133,22 +147,27 @@ class _DecodeGroup:
         is_used = torch.arange(max_blocks, device=device) * block_size < self._lengths
         self._block_table = torch.where(is_used, table, table[:, :1])  # pad with a block that was written
         self._positions = torch.arange(max_blocks * block_size, device=device)
+        rows = None if batch.tail_rows is None else batch.tail_rows[index]
+        self._quantised = QuantisedReader(self._block_table, lengths, rows, block_size)
         self._buffers: dict[tuple[str, int, int], torch.Tensor] = {}
         self._page_rows: dict[int, torch.Tensor] = {}
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
-    def attend(self, q: torch.Tensor, kv: KVPages, options: _Options) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv: KVPages | QuantisedKVPages, options: _Options) -> torch.Tensor:
         num_seqs, num_q_heads, head_dim = q.shape
         heads = kv.num_kv_heads
-        rows = self._page_rows.get(heads)
-        if rows is None:
-            rows = self._page_rows[heads] = _page_rows(self._block_table, heads)
-        k = _gather(kv.k, rows, num_seqs, self._buffer("k", kv.k, rows))
-        v = _gather(kv.v, rows, num_seqs, self._buffer("v", kv.v, rows))
+        k, v = self._quantised.read(kv, q.dtype) if isinstance(kv, QuantisedKVPages) else self._gather(kv, num_seqs)
         # The query heads that share a KV head stand as rows of one small matrix: no K or V is repeated.
         grouped = q.reshape(num_seqs, heads, num_q_heads // heads, head_dim)
         out = _attention(grouped, k, v, self._mask(options.sliding_window, q.dtype), options)
         return out.reshape(num_seqs, num_q_heads, v.shape[3])
+
+    def _gather(self, kv: KVPages, num_seqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._page_rows.get(kv.num_kv_heads)
+        if rows is None:
+            rows = self._page_rows[kv.num_kv_heads] = _page_rows(self._block_table, kv.num_kv_heads)
+        k = _gather(kv.k, rows, num_seqs, self._buffer("k", kv.k, rows))
+        return k, _gather(kv.v, rows, num_seqs, self._buffer("v", kv.v, rows))
 
     def _buffer(self, name: str, pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Room to gather into, used by one layer after the other: fresh memory would cost page faults in each."""
@@ -179,6 +198,8 @@ class _Prefill:
     block_size: int
     tokens: slice = field(init=False)
     _length: int = field(init=False)
+    _block_table: torch.Tensor = field(init=False)
+    _quantised: QuantisedReader = field(init=False)
     _page_rows: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(init=False, default_factory=dict)
 
@@ -186,16 +207,15 @@ class _Prefill:
         start = sum(self.batch.host_query_lens[: self.index])
         self.tokens = slice(start, start + self.batch.host_query_lens[self.index])
         self._length = self.batch.host_seq_lens[self.index]
+        sequence = slice(self.index, self.index + 1)
+        self._block_table = self.batch.block_table[sequence, : -(-self._length // self.block_size)].long()
+        rows = None if self.batch.tail_rows is None else self.batch.tail_rows[sequence]
+        self._quantised = QuantisedReader(self._block_table, [self._length], rows, self.block_size)
 
-    def attend(self, q: torch.Tensor, kv: KVPages, options: _Options) -> torch.Tensor:
-        heads = kv.num_kv_heads
-        rows = self._page_rows.get(heads)
-        if rows is None:
-            table = self.batch.block_table[self.index : self.index + 1, : -(-self._length // self.block_size)]
-            rows = self._page_rows[heads] = _page_rows(table.long(), heads)
-        repeats = q.shape[1] // heads
-        k = _gather(kv.k, rows, 1)[:, :, : self._length].repeat_interleave(repeats, 1)
-        v = _gather(kv.v, rows, 1)[:, :, : self._length].repeat_interleave(repeats, 1)
+    def attend(self, q: torch.Tensor, kv: KVPages | QuantisedKVPages, options: _Options) -> torch.Tensor:
+        k, v = self._quantised.read(kv, q.dtype) if isinstance(kv, QuantisedKVPages) else self._gather(kv)
+        repeats = q.shape[1] // kv.num_kv_heads
+        k, v = (x[:, :, : self._length].repeat_interleave(repeats, 1) for x in (k, v))
         batched = q.transpose(0, 1)[None]
         window = options.sliding_window
         starts_at_zero = self._length == q.shape[0] and (window is None or window >= self._length)
@@ -209,6 +229,12 @@ class _Prefill:
             for r in range(0, q.shape[0], _QUERY_ROWS)
         ]
         return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+    def _gather(self, kv: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._page_rows.get(kv.num_kv_heads)
+        if rows is None:
+            rows = self._page_rows[kv.num_kv_heads] = _page_rows(self._block_table, kv.num_kv_heads)
+        return _gather(kv.k, rows, 1), _gather(kv.v, rows, 1)
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """0 where a query sees, -inf where not: [1, 1, query_len, seq_len]."""

@@ -6,6 +6,7 @@ import torch
 
 from labkit import kernels
 from labkit.kernels import KVPages, Workspace, elementwise
+from labkit.kernels.pages import QuantisedKVPages
 from labkit.models import FusedAttentionInfo
 
 from .input_batch import InputBatch
@@ -36,9 +37,26 @@ class TritonPagedAttention:
         self._backend = backend
         self._max_query_len = batch.max_query_len
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages) -> None:
-        """Put the step's K and V [num_tokens, num_kv_heads, D] into their slots."""
+    def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages | QuantisedKVPages) -> None:
+        """Put the step's K and V [num_tokens, num_kv_heads, D] into their slots, or tails."""
+        if isinstance(kv, QuantisedKVPages):
+            raise NotImplementedError("quantised pages have no kernels yet: use attention_backend='torch'")
         kernels.write_kv(_unit_stride(k), _unit_stride(v), kv, self._batch.slot_mapping)
+
+    def rotate(
+        self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotate q and k of the merged projection in place; returns q, k and v."""
+        return elementwise.rope(
+            qkv,
+            cos,
+            sin,
+            info.num_q_heads,
+            info.num_kv_heads,
+            q_norm=info.q_norm,
+            k_norm=info.k_norm,
+            eps=info.norm_eps,
+        )
 
     def rotate_and_write(
         self, info: FusedAttentionInfo, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: KVPages
@@ -59,7 +77,7 @@ class TritonPagedAttention:
     def attend(
         self,
         q: torch.Tensor,
-        kv: KVPages,
+        kv: KVPages | QuantisedKVPages,
         *,
         scale: float,
         sliding_window: int | None,
@@ -67,6 +85,8 @@ class TritonPagedAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Causal attention of q [num_tokens, num_q_heads, D_k] over the cache: [num_tokens, num_q_heads, D_v]."""
+        if isinstance(kv, QuantisedKVPages):
+            raise NotImplementedError("quantised pages have no kernels yet: use attention_backend='torch'")
         batch = self._batch
         return kernels.paged_attention(
             _unit_stride(q),

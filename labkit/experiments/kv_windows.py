@@ -14,10 +14,10 @@ from labkit.engine.attention import attach, detach
 from labkit.engine.forward_context import attention_handled_by
 from labkit.engine.input_batch import InputBatch
 from labkit.engine.kv_storage import KVStorage, LayerShape, record_layer_shapes
+from labkit.engine.kv_storage import cache_spec as spec_of_layers
 from labkit.engine.paged_forward import PagedForward
 from labkit.engine.torch_attention import TorchPagedAttention
-from labkit.kv_math import KVCacheSpec, KVFormat
-from labkit.kv_math.cache_spec import KVLayer
+from labkit.kv_math import KVCacheSpec
 from labkit.models import FusedAttentionInfo
 
 
@@ -64,12 +64,7 @@ def window_logits(
 def cache_spec(model: PreTrainedModel, block_size: int) -> KVCacheSpec:
     """The unquantised cache of a model as kv_math counts it, from what its layers hand to attention."""
     with _attached(model):
-        shapes = record_layer_shapes(model)
-    layers = [
-        KVLayer(s.num_kv_heads, s.head_dim_k, s.head_dim_v, KVFormat.of(s.dtype), KVFormat.of(s.dtype))
-        for s in (shapes[layer_idx] for layer_idx in _writers(shapes))
-    ]
-    return KVCacheSpec.from_layers(layers, block_size)
+        return spec_of_layers(record_layer_shapes(model), block_size)
 
 
 class _HookedForward:

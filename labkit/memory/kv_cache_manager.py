@@ -102,7 +102,7 @@ class KVCacheManager:
         return self._sequences[request_id].block_ids
 
     def num_computed_tokens(self, request_id: str) -> int:
-        """Tokens of a sequence that have K and V in its blocks, or in host memory, as far as :meth:`commit` was told."""
+        """Tokens of a sequence with K and V in its blocks, or in host memory, as far as :meth:`commit` was told."""
         if request_id in self.swap_space:
             return self.swap_space.num_computed_tokens(request_id)
         return self._sequences[request_id].num_computed_tokens
@@ -180,9 +180,9 @@ class KVCacheManager:
         return copies
 
     def fork(self, parent_id: str, child_id: str) -> None:
-        """Give ``child_id`` the blocks of ``parent_id``, whoever writes first gets a copy, or only the full ones of them.
+        """Give ``child_id`` the computed blocks of ``parent_id``, or the full ones of them. Takes no block.
 
-        Takes no block.
+        Whoever writes to a shared block first gets a copy.
         """
         if child_id in self._sequences:
             raise ValueError(f"request_id {child_id!r} already has a block table")

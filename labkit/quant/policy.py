@@ -30,7 +30,7 @@ class KVPolicy:
     exceptions: tuple[tuple[int, KVFormat, KVFormat], ...] = ()
 
     def __post_init__(self) -> None:
-        for format in (self.key, self.value, *(f for _, *pair in self.exceptions for f in pair)):
+        for format in self.all_formats:
             if not isinstance(format, KVFormat):
                 raise TypeError(f"formats must be KVFormat (KVPolicy.of takes names), got {format!r}")
             check_format(format)
@@ -42,6 +42,11 @@ class KVPolicy:
         Raises ValueError for an unknown name, and for formats that cannot be stored.
         """
         return cls(*kv_formats(key, value), rotate)
+
+    @property
+    def all_formats(self) -> tuple[KVFormat, ...]:
+        """Every format that the policy names."""
+        return (self.key, self.value, *(format for _, *pair in self.exceptions for format in pair))
 
     def with_layers(self, layers: Sequence[int], key: object, value: object = None) -> KVPolicy:
         """This policy with other formats in ``layers``."""

@@ -13,7 +13,7 @@ from labkit.engine.attention import ATTENTION_NAME, attach, detach
 from labkit.engine.backends import choose_backend, load_backend
 from labkit.engine.build import require_windows_to_arrive
 from labkit.engine.input_batch import InputBatch, stage_inputs
-from labkit.engine.kv_storage import KVStorage, bytes_per_block, record_layer_shapes
+from labkit.engine.kv_storage import KVStorage, cache_spec, record_layer_shapes
 from labkit.engine.torch_attention import TorchPagedAttention
 from labkit.kernels import KVPages, reference
 from labkit.scheduling import Request, SamplingParams, ScheduledRequest, StepPlan
@@ -136,7 +136,7 @@ def test_shapes_come_from_what_attention_receives(tiny_llama: LlamaForCausalLM):
     config = tiny_llama.config
     assert list(shapes) == list(range(config.num_hidden_layers))
     assert all((s.num_kv_heads, s.head_dim_k, s.head_dim_v) == (2, 16, 16) for s in shapes.values())
-    assert bytes_per_block(shapes, 16) == 16 * config.num_hidden_layers * 2 * (16 + 16) * 4
+    assert cache_spec(shapes, 16).bytes_per_block == 16 * config.num_hidden_layers * 2 * (16 + 16) * 4
     assert config._attn_implementation != ATTENTION_NAME
 
 
@@ -164,7 +164,7 @@ def test_layers_that_share_kv_own_no_pages():
     assert [s.source for s in shapes.values()] == [0, 1, 0, 1]
     assert [s.sliding_window for s in shapes.values()] == [8, None, 8, None]
     storage = KVStorage(shapes, 2, BLOCK_SIZE, "cpu")
-    assert len(storage.owned_pages()) == 2
+    assert len(list(storage.tensors())) == 4
     assert storage.pages(2) is storage.pages(0)
 
 

@@ -108,7 +108,6 @@ def assert_unharmed(llm: LLM) -> None:
         ({"attention_backend": "flash"}, ValueError, "attention_backend must be one of auto, torch, triton"),
         ({"kv_allocator": "slab"}, ValueError, "kv_allocator must be one of paged, .*'slab'"),
         ({"scheduler": "random"}, ValueError, "scheduler must be one of continuous, static, got 'random'"),
-        ({"kv_cache_dtype": "fp8"}, NotImplementedError, "kv_cache_dtype='fp8'"),
         ({"swap_space": -1}, ValueError, "swap_space must be >= 0 GiB, got -1"),
         ({"swap_space": "4"}, TypeError, "swap_space must be a number >= 0 GiB, got '4'"),
         ({"swap_space": 2**-20}, ValueError, "swap_space=9.5.* GiB holds no block of .*: raise it, or use 0"),
