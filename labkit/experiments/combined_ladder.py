@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ def combined(
     context: int | None = None,
     lengths: Collection[str] = LENGTHS,
     rungs: Collection[str] | None = None,
-    window: float = 10.0,
+    window: float | None = None,
     ramp: float = 1.0,
     out: Path | None = None,
     calibration: DeviceCalibration | None = None,
@@ -68,6 +68,7 @@ def combined(
         lengths: "full" (every request fills the context) or the name of a length table.
         rungs: names of :data:`RUNGS`; None is the ladder, and on table lengths also what the ablation adds to it.
         window, ramp: seconds that are measured, after seconds that are not; a static batch is always measured whole.
+            None is 10 on a GPU and 2 on a CPU.
         out: a JSON file that is written after each row. Rows it has are not measured again, and predictions it has
             are not made again.
         calibration: of this device, for the predicted tokens/s.
@@ -76,13 +77,14 @@ def combined(
     :func:`~labkit.experiments.combined_capacity.expected_concurrency`. A rung that cannot run says why under
     ``not_measured``. Raises ValueError for an unknown name.
     """
+    window = window or (10.0 if torch.cuda.is_available() else 2.0)
     setting, rows = _plan(model, memory_limit, context, lengths, rungs, window, out, calibration, None)
-    source = _Source(setting, is_real=model is None and setting.device == "cpu")
+    source = _Source(setting)
     due = [row for row in rows if row.get("tokens_per_second") is None]
     due.sort(key=lambda row: RUNGS[row["rung"]].few_kv_heads)  # each model is made once
     for row in tqdm(due, desc="Rungs", unit="rung", disable=not progress):
         rung = RUNGS[row["rung"]]
-        row.pop("not_measured", None)
+        row["not_measured"] = None
         try:
             row |= _measured(source.model(rung), setting, rung, row, window, ramp)
         except (NotImplementedError, ValueError, RuntimeError) as error:
@@ -153,9 +155,14 @@ def _setting(model: str | ModelShape | None, memory_limit: float | None, context
     context = context or (4096 if device == "cuda" else 256)
     if memory_limit is None and device == "cuda":
         memory_limit = torch.cuda.mem_get_info()[1] / GIB
-    if model is None:
-        model = _largest_that_fits(memory_limit or 0.0, context) if device == "cuda" else embedded.SHAPE_NAME
-    shape = model_shape(model) if isinstance(model, str) else model
+    if isinstance(model, str):
+        shape = model_shape(model)
+    elif model is not None:
+        shape = model
+    elif device == "cuda":
+        shape = _largest_that_fits(memory_limit or 0.0, context)
+    else:
+        shape = replace(model_shape(embedded.SHAPE_NAME), name=embedded.NAME)
     setting = Setting(shape, device, memory_limit or 0.0, context)
     if memory_limit is None:
         widest = setting.shape_of(LADDER[0])
@@ -192,8 +199,8 @@ def _blank(setting: Setting, rung: Rung, kind: str) -> Row:
 class _Source:
     """The models of a setting, one at a time on the device."""
 
-    def __init__(self, setting: Setting, is_real: bool) -> None:
-        self.is_real = is_real
+    def __init__(self, setting: Setting) -> None:
+        self.is_real = setting.shape.name == embedded.NAME
         self._setting = setting
         self._num_kv_heads = 0
         self._model: PreTrainedModel | None = None
