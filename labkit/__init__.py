@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from labkit.engine import LLM, RequestOutput
-    from labkit.environment import env_report
+    from labkit.environment import env_report, prepare_kernels
     from labkit.kv_math import KVCacheSpec, KVFormat, plan_capacity
     from labkit.models import load_model
     from labkit.observe import EngineStats, Trace
@@ -29,6 +29,7 @@ _HOME_OF = {
     "KVFormat": "labkit.kv_math",
     "plan_capacity": "labkit.kv_math",
     "env_report": "labkit.environment",
+    "prepare_kernels": "labkit.environment",
 }
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "env_report",
     "load_model",
     "plan_capacity",
+    "prepare_kernels",
 ]
 
 

@@ -113,6 +113,18 @@ def env_report() -> EnvironmentReport:
     )
 
 
+def prepare_kernels() -> None:
+    """Let Triton kernels run here: without a GPU, in Triton's interpreter (right answers, meaningless times).
+
+    Triton decides when it is first imported, so call this before. Raises RuntimeError if that has happened already.
+    """
+    if list_gpus() or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    if "triton" in sys.modules:
+        raise RuntimeError("triton is loaded already: restart the kernel and call prepare_kernels() first")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
 def list_gpus() -> tuple[GPU, ...]:
     """The NVIDIA GPUs of this machine, asked from the driver (NVML); empty without a driver."""
     try:

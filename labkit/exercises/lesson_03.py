@@ -101,9 +101,9 @@ EXERCISES = (
     Exercise(
         "03-online-softmax",
         "Softmax in one pass",
-        "Write a class with add(scores, values) and result(). Tiles arrive one after the other; result() is the softmax "
-        "of all scores so far, times their values. Keep three numbers only: no lists of what was seen. Scores may be as "
-        "large as 800, where exp overflows.",
+        "Write a class with add(scores, values) and result(). Tiles arrive one after the other; result() is the "
+        "softmax of all scores so far, times their values. Keep three numbers only: no lists of what was seen. Scores "
+        "may be as large as 800, where exp overflows.",
         (
             "Keep the largest score m, the sum l of exp(score - m), and the sum acc of exp(score - m) * value.",
             "When a larger score turns up, everything summed so far was relative to the old m.",

@@ -18,12 +18,12 @@ class Source(Code):
 
 
 def show(part: Any) -> Source:
-    """The highlighted source of a class, function, method or module, as it is installed.
+    """The highlighted source of a class, function, method, Triton kernel or module, as it is installed.
 
     Raises TypeError for something that has no Python source of its own, such as an instance or a built-in.
     """
     try:
-        source = inspect.getsource(part)
+        source = inspect.getsource(getattr(part, "fn", part))  # a Triton kernel wraps its function
     except (TypeError, OSError) as error:
         raise TypeError(f"part must be a class, function or module with Python source, got {part!r}") from error
     return Source(textwrap.dedent(source), language="python")
