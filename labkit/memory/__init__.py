@@ -13,6 +13,7 @@ from .block_pool import BlockPool
 from .contiguous import (
     ContiguousKVManager,
     Reservation,
+    reservation_named,
     reserve_max,
     reserve_nothing,
     reserve_oracle,
@@ -35,6 +36,7 @@ __all__ = [
     "PrefixCache",
     "Reservation",
     "SwapSpace",
+    "reservation_named",
     "reserve_max",
     "reserve_nothing",
     "reserve_oracle",

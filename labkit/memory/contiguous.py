@@ -39,6 +39,19 @@ def reserve_nothing(num_tokens: int, max_total_tokens: int) -> int:
     return num_tokens
 
 
+def reservation_named(name: str, max_model_len: int) -> Reservation:
+    """One of the above by the name that an allocator goes by; ValueError, naming them, for another."""
+    reservations: dict[str, Reservation] = {
+        "reserve_max": reserve_max(max_model_len),
+        "reserve_power_of_two": reserve_power_of_two,
+        "reserve_oracle": reserve_oracle,
+        "first_fit": reserve_nothing,
+    }
+    if name not in reservations:
+        raise ValueError(f"allocator must be paged or one of {', '.join(reservations)}, got {name!r}")
+    return reservations[name]
+
+
 @dataclass(slots=True)
 class _Run:
     start: int
