@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from labkit.models import convert_kv_heads, embedded, load_model
@@ -24,7 +25,6 @@ from labkit.paths import data_path
 
 from .heads_layer import flops_rows, layer_rows
 from .heads_results import HeadsResults, Row
-from .kv_quality import window_nll
 from .uptrain import UptrainSettings, uptrain
 
 TRAINING_TEXT = "text/uptraining_austen_novels.txt.xz"
@@ -60,7 +60,7 @@ class HeadBudget:
     @classmethod
     def for_device(cls, device: torch.device) -> HeadBudget:
         if device.type == "cuda":
-            return cls(UptrainSettings(steps=200), long_steps=1500)
+            return cls(UptrainSettings(steps=120), long_steps=1500)
         return cls(UptrainSettings(steps=2, ctx=128, batch_size=1), 4, 2048, 1024, num_evals=2)
 
 
@@ -158,9 +158,15 @@ def _perplexities(model: PreTrainedModel, texts: HeadTexts, budget: HeadBudget) 
     }
 
 
-def perplexity(model: PreTrainedModel, token_ids: Sequence[int], ctx: int) -> float:
-    """Over windows of ``ctx`` tokens that do not overlap, in the model's dtype."""
-    return math.exp(float(window_nll(model, token_ids, ctx=ctx).mean()))
+def perplexity(model: PreTrainedModel, token_ids: Sequence[int], ctx: int, batch_size: int = 4) -> float:
+    """Over windows of ``ctx`` tokens that do not overlap and begin without BOS, ``batch_size`` of them at a time."""
+    windows = torch.tensor(token_ids[: len(token_ids) // ctx * ctx], device=model.device).view(-1, ctx)
+    total = 0.0
+    with torch.inference_mode():
+        for batch in windows.split(batch_size):
+            logits = model(input_ids=batch, use_cache=False).logits[:, :-1]
+            total += float(F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum"))
+    return math.exp(total / (windows.numel() - len(windows)))
 
 
 def _max_logit_change(model: PreTrainedModel, converted: PreTrainedModel, token_ids: Sequence[int]) -> float:

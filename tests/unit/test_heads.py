@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from labkit.experiments import heads
-from labkit.experiments.heads import HeadBudget, HeadTexts, conversion_rows, uptraining_rows
+from labkit.experiments.heads import HeadBudget, HeadTexts, conversion_rows, perplexity, uptraining_rows
 from labkit.experiments.heads_layer import attention_flops, flops_rows
 from labkit.experiments.heads_results import HeadsResults, heads_tables
+from labkit.experiments.kv_quality import window_nll
 from labkit.experiments.uptrain import UptrainSettings
 
 BUDGET = HeadBudget(UptrainSettings(steps=4, ctx=16, batch_size=2, lr=3e-3), long_steps=12, eval_ctx=32, num_evals=2)
@@ -47,6 +48,11 @@ def test_conversion_and_uptraining_of_a_tiny_model(tiny_llama: PreTrainedModel, 
     assert long["tokens"] == 12 * 2 * 16 and long["epochs"] == 2
     assert long["last_loss"] < long["first_loss"]
     assert json.loads(path.read_text())["rows"] == results.rows
+
+
+def test_perplexity_is_that_of_the_paged_path(tiny_llama: PreTrainedModel, texts) -> None:
+    expected = float(window_nll(tiny_llama, texts.held_out, ctx=24).mean().exp())
+    assert perplexity(tiny_llama, texts.held_out, 24) == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_was_measured_is_not_measured_again(tiny_llama, texts, tmp_path: Path, monkeypatch) -> None:
