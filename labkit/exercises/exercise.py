@@ -54,6 +54,8 @@ class Exercise:
             return Report(self, "not yet", words, failure.picture)
         except NotImplementedError as error:
             return Report(self, "open", f"{self.task}\n\n{error}")
+        except Exception as error:
+            return Report(self, "not yet", f"{type(error).__name__}: {error}")
         return Report(self, "passed", "All cases pass.")
 
 
