@@ -68,14 +68,16 @@ class RequestsInFlight:
                     self.abort(request_id)
             raise
         now = self._engine.executor.now()
-        touched: dict[str, RequestTracker] = {}
+        to_deliver: dict[str, RequestTracker] = {}  # what somebody waits for, or may have ended
         for request in changed:
             request_id = request.parent_id or request.request_id
-            tracker = touched[request_id] = self._trackers[request_id]
+            tracker = self._trackers[request_id]
             stop_string = tracker.update(request, now)
             if stop_string is not None and request.finish_reason is None:
                 self._engine.finish(request, "stop", stop_string)
-        for request_id, tracker in touched.items():
+            if request.finish_reason is not None or self._inboxes[request_id].wants_partial:
+                to_deliver[request_id] = tracker
+        for request_id, tracker in to_deliver.items():
             self._deliver(request_id, finished=tracker.finished)
 
     def abort(self, request_id: str) -> bool:
@@ -112,6 +114,6 @@ class RequestsInFlight:
     def _deliver(self, request_id: str, finished: bool) -> None:
         inbox = self._inboxes[request_id]
         if finished or inbox.wants_partial:
-            inbox.put(self._trackers[request_id].output())
+            inbox.put(self._trackers[request_id].output(finished))
         if finished:
             del self._trackers[request_id], self._inboxes[request_id]

@@ -17,6 +17,9 @@ REPEATS = 2
 def measure_preemption_cost(executor: ModelExecutor, host: HostBlocks, max_num_tokens: int) -> PreemptionCost:
     """Run steps that move blocks out and in, and one that computes a prompt of up to ``max_num_tokens`` tokens.
 
+    Tokens that are computed anew ride along with those that decode: a step that reads the weights is due anyway, so
+    the time of a step of one token is not theirs.
+
     To be called before the first request: it overwrites blocks of the pool.
     """
     storage = host.storage
@@ -26,7 +29,8 @@ def measure_preemption_cost(executor: ModelExecutor, host: HostBlocks, max_num_t
     request = Request("measured", [0] * num_tokens, SamplingParams(temperature=0))
     prompt = ScheduledRequest(request, 0, num_tokens, range(-(-num_tokens // storage.block_size)), 1)
     moving = _seconds(executor, StepPlan(0, (), swap_outs=pairs)) + _seconds(executor, StepPlan(0, (), swap_ins=pairs))
-    computing = _seconds(executor, StepPlan(0, (prompt,)))
+    decoding = _seconds(executor, StepPlan(0, (ScheduledRequest(request, 0, 1, range(1), 1),)))
+    computing = max(0.0, _seconds(executor, StepPlan(0, (prompt,))) - decoding)
     executor.submit(StepPlan(0, (), ended_ids=(request.request_id,)))
     executor.reset()
     return PreemptionCost(moving / (2 * num_blocks), computing / num_tokens)

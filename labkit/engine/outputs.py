@@ -118,9 +118,10 @@ class RequestTracker:
     @property
     def finished(self) -> bool:
         """Whether every sequence has ended."""
-        ended = [s.request.finish_reason for s in self._sequences.values()]
-        whole_request_ended = self.request.finish_reason is not None and self.request.num_output_tokens == 0
-        return whole_request_ended or (len(ended) == self.request.sampling_params.n and None not in ended)
+        request = self.request
+        if len(self._sequences) == request.sampling_params.n:
+            return all(s.request.finish_reason is not None for s in self._sequences.values())
+        return request.finish_reason is not None and request.num_output_tokens == 0  # it ended before it forked
 
     def update(self, request: Request, now: float) -> str | None:
         """Take in a sequence that got tokens or ended; returns the stop string that its text has reached, if any."""
@@ -132,7 +133,7 @@ class RequestTracker:
             self._last_token_time = now
         return sequence.take_in()
 
-    def output(self) -> RequestOutput:
+    def output(self, finished: bool) -> RequestOutput:
         """A snapshot of the request."""
         params = self.request.sampling_params
         sequences = [s for _, s in sorted(self._sequences.items())] or [_Sequence(self.request, None)]
@@ -145,7 +146,7 @@ class RequestTracker:
             prompt=self.prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=[self._completion(s) for s in sequences],
-            finished=self.finished,
+            finished=finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.request.num_cached_tokens,
             metrics=RequestMetrics(

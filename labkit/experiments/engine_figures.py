@@ -1,19 +1,24 @@
-"""What an engine's step is made of, and what its features buy: prefix sharing, swapping, starting."""
+"""What an engine's step is made of, and what its features buy: prefix sharing, swapping, KV formats, starting."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from labkit.engine import LLM
-from labkit.scheduling import SamplingParams
+from labkit.scheduling import PreemptionCost, SamplingParams
 
 from .serving import run_requests
 from .serving_workload import ServeRequest
@@ -46,6 +51,32 @@ def decode_breakdown(
             row["step_over_floor"] = step * bytes_per_second / num_bytes
         rows.append(row)
     return rows
+
+
+def graph_gaps(llm: LLM, batch_size: int, context: int) -> Row:
+    """Milliseconds of a decode step in which no graph runs, by the GPU's own clock: medians over the steady steps.
+
+    From the end of one replay to the start of the next the GPU samples, copies tokens out and inputs in, and waits
+    for the host if that is late.
+    """
+    replay = torch.cuda.CUDAGraph.replay
+    replays: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def timed(graph: torch.cuda.CUDAGraph) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay(graph)
+        end.record()
+        replays.append((start, end))
+
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", timed):
+        _timed_steps(llm, batch_size, context)
+    torch.cuda.synchronize()
+    steady = list(pairwise(replays[8:-4]))
+    step = median(start.elapsed_time(next_start) for (start, _), (next_start, _) in steady)
+    gap = median(end.elapsed_time(next_start) for (_, end), (next_start, _) in steady)
+    row = {"op": "gap between graphs", "batch": batch_size, "context": context}
+    return row | {"step_ms": step, "gap_ms": gap, "gap_share": gap / step}
 
 
 def prefix_sharing(
@@ -97,25 +128,86 @@ def prefix_caching_cost(model: PreTrainedModel, requests: Sequence[ServeRequest]
 def swap_against_recompute(
     model: PreTrainedModel, requests: Sequence[ServeRequest], *, swap_space: float, share: float = 0.5, **options: Any
 ) -> list[Row]:
-    """Tokens/s on a pool of ``share`` of the blocks that the requests need at their peak: recompute, and with swap."""
+    """Tokens/s on a pool of ``share`` of the blocks that the requests need at their peak, by the way of preemption.
+
+    Always by recompute, by swap wherever there is room, and by whichever the costs measured here prefer.
+    """
     with LLM(model, enable_prefix_caching=False, **options) as llm:
         run_requests(llm, requests)
         blocks = round(llm.stats.peak_kv_cache_usage * llm.memory.num_blocks * share)
     rows = []
-    for space in (0.0, swap_space):
+    for by, space in (("recompute", 0.0), ("swap", swap_space), ("measured cost", swap_space)):
         small = options | {"num_gpu_blocks_override": blocks, "swap_space": space}
         with LLM(model, enable_prefix_caching=False, **small) as llm:
+            measured = llm.engine.scheduler.preemption_cost
+            if by == "swap":
+                llm.engine.scheduler.preemption_cost = PreemptionCost()
             figures = run_requests(llm, requests)
-            rows.append(
-                {
-                    "op": "preemption",
-                    "by": "swap where cheaper" if space else "recompute",
-                    "num_blocks": blocks,
-                    "tokens_per_second": sum(r.num_output_tokens for r in requests) / figures["seconds"],
-                    "num_preemptions": figures["num_preemptions"],
-                }
-            )
+            row: Row = {
+                "op": "preemption",
+                "by": by,
+                "num_blocks": blocks,
+                "tokens_per_second": sum(r.num_output_tokens for r in requests) / figures["seconds"],
+                "num_preemptions": figures["num_preemptions"],
+                "num_swaps": llm.stats.num_swaps,
+            }
+            if by == "measured cost":
+                row["ms_per_swapped_block"] = 1e3 * measured.seconds_per_swapped_block
+                row["ms_per_computed_token"] = 1e3 * measured.seconds_per_computed_token
+            rows.append(row)
     return rows
+
+
+KV_FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "int8": {"kv_cache_dtype": "int8"},
+    "int4": {"kv_cache_dtype": "int4", "block_size": 32},
+    "int8, dequantised before attention": {"kv_cache_dtype": "int8", "attention_backend": "torch"},
+}
+"""Options of :class:`LLM` for each format; the last is the unfused way, which reads and writes a 16-bit copy."""
+
+
+def kv_formats(
+    model: PreTrainedModel,
+    *,
+    pool_bytes: int,
+    context: int = 1024,
+    num_output_tokens: int = 128,
+    formats: Mapping[str, Mapping[str, Any]] = KV_FORMATS,
+) -> list[Row]:
+    """Tokens/s of each KV format in a pool of ``pool_bytes``: at the batch that bf16 has there, and at all that fit.
+
+    Requests are of one length, ``context`` tokens at their end, and twice as many as run at once. A format that
+    cannot run says why under ``not_measured``; the first, which the others are compared with, has to run.
+    """
+    rows: list[Row] = []
+    equal_batch = 0
+    for name, options in formats.items():
+        row: Row = {"op": "serving", "kv_format": name, "pool_bytes": pool_bytes, "context": context}
+        try:
+            with LLM(model, max_model_len=context, max_num_seqs=1, enforce_eager=True, **options) as llm:
+                block_bytes, block_size = llm.memory.kv_pool // llm.memory.num_blocks, llm.memory.block_size
+            num_blocks = pool_bytes // block_bytes
+            most = num_blocks // (-(-context // block_size) + 1)  # with the block that the watermark may ask for
+            equal_batch = equal_batch or most
+            for batch in sorted({equal_batch, most}):
+                rate = _serve_in_pool(model, batch, num_blocks, context, num_output_tokens, options)
+                first = rows[0]["tokens_per_second"] if rows else rate
+                figures = {"tokens_per_second": rate, "ratio_to_first": rate / first}
+                rows.append(row | {"batch": batch, "num_blocks": num_blocks} | figures)
+        except (ValueError, RuntimeError) as error:
+            if not rows:
+                raise
+            rows.append(row | {"not_measured": str(error)})
+    return rows
+
+
+def record_kv_formats(path: Path, rows: Sequence[Row], provenance: Row) -> None:
+    """Put ``rows`` of :func:`kv_formats` under "engine" in the JSON file at ``path``, beside what it holds."""
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    stored["engine"] = {"provenance": provenance, "rows": list(rows)}
+    path.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 def start_time(model: PreTrainedModel, **options: Any) -> Row:
@@ -125,6 +217,25 @@ def start_time(model: PreTrainedModel, **options: Any) -> Row:
         ready = time.perf_counter()
         llm.generate([[1] * 100], greedy(1), use_tqdm=False)
         return {"op": "start", "ready_s": ready - start, "first_token_s": time.perf_counter() - start}
+
+
+def _serve_in_pool(
+    model: PreTrainedModel,
+    batch: int,
+    num_blocks: int,
+    context: int,
+    num_output_tokens: int,
+    options: Mapping[str, Any],
+) -> float:
+    """Tokens/s of ``2 * batch`` requests of ``context`` tokens, ``batch`` of them at once."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(10, model.config.vocab_size, (2 * batch, context - num_output_tokens)).tolist()
+    sizes = {"max_model_len": context, "max_num_seqs": batch, "num_gpu_blocks_override": num_blocks}
+    with LLM(model, enable_prefix_caching=False, **sizes, **options) as llm:
+        requests = [ServeRequest(prompt, num_output_tokens) for prompt in prompts]
+        run_requests(llm, [replace(request, num_output_tokens=2) for request in requests[:2]])
+        llm.reset_stats()
+        return len(requests) * num_output_tokens / run_requests(llm, requests)["seconds"]
 
 
 def _timed_steps(llm: LLM, batch_size: int, context: int) -> list[dict[str, float]]:

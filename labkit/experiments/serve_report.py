@@ -25,8 +25,11 @@ def save_rows(path: Path, rows: Sequence[ServeRow], provenance: dict[str, Any]) 
 
 
 def table(rows: Sequence[ServeRow]) -> pd.DataFrame:
-    """The figures that people compare, one row a system, with the ratio to the first row's tokens/s."""
-    frame = pd.DataFrame([asdict(row) for row in rows])
+    """The figures that people compare, one row a system, with the ratio to the first row's tokens/s.
+
+    NaN where nothing was measured.
+    """
+    frame = pd.DataFrame([asdict(row) for row in rows]).astype({"tokens_per_second": float})
     frame["ratio"] = frame["tokens_per_second"] / frame["tokens_per_second"].iloc[0]
     columns = ["model", "system", "workload", "tokens_per_second", "ratio", "ttft_p50_s", "itl_p50_s", "itl_p99_s"]
     return frame.loc[:, columns]

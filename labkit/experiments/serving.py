@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -17,6 +16,7 @@ from labkit.models import random_model
 from labkit.scheduling import SamplingParams
 from labkit.simulation import LengthTable, all_at_once, poisson_arrivals, sample_workload
 
+from .serving_peers import serve_with_continuous_batching, serve_with_generate, serve_with_vllm
 from .serving_workload import ServeRequest, standard_workload, table_workload
 
 
@@ -25,7 +25,7 @@ class ServeRow:
     """One system's figures for one workload; times in seconds, None where a system cannot tell them.
 
     ``tokens_per_second`` counts generated tokens over the time from the first arrival to the last token; prefill is
-    in it, loading, warm-up and graph capture are not.
+    in it, loading, warm-up and graph capture are not. ``seconds`` is None for a system that is not installed.
     """
 
     model: str
@@ -35,8 +35,8 @@ class ServeRow:
     num_requests: int
     num_prompt_tokens: int
     num_output_tokens: int
-    seconds: float
-    tokens_per_second: float
+    seconds: float | None
+    tokens_per_second: float | None
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None
     itl_p50_s: float | None = None
@@ -56,25 +56,29 @@ def bench_serve(
 ) -> list[ServeRow]:
     """Serve ``requests`` with each of ``systems`` (see :data:`SYSTEMS`), one after the other on the same model.
 
-    ``llm_options`` go to labkit's :class:`LLM`. Raises ValueError for an unknown system.
+    ``llm_options`` go to labkit's :class:`LLM`. A system that is not installed gets a row without figures. Raises
+    ValueError for an unknown system.
     """
     unknown = [name for name in systems if name not in SYSTEMS]
     if unknown:
         raise ValueError(f"systems must be among {', '.join(SYSTEMS)}, got {unknown}")
     rows = []
     for name in systems:
-        figures = SYSTEMS[name](model, requests, **(llm_options if name == "labkit" else {}))
+        own = name == "labkit"
+        figures = SYSTEMS[name](model, requests, **(llm_options if own else {}))
         num_output = sum(r.num_output_tokens for r in requests)
+        kv_format = str(llm_options.get("kv_cache_dtype", "auto")) if own else "auto"
+        seconds = figures["seconds"]
         rows.append(
             ServeRow(
                 model=model_name,
                 system=name,
                 workload=workload_name,
-                kv_format=str(model.dtype).removeprefix("torch."),
+                kv_format=str(model.dtype).removeprefix("torch.") if kv_format == "auto" else kv_format,
                 num_requests=len(requests),
                 num_prompt_tokens=sum(len(r.prompt_token_ids) for r in requests),
                 num_output_tokens=num_output,
-                tokens_per_second=num_output / figures["seconds"],
+                tokens_per_second=None if seconds is None else num_output / seconds,
                 **figures,
             )
         )
@@ -92,11 +96,12 @@ def bench_serve_shape(
     rate: float | None = None,
     max_model_len: int = 1536,
     seed: int = 0,
+    **llm_options: Any,
 ) -> list[ServeRow]:
     """:func:`bench_serve` for random weights of a known shape.
 
     ``lengths`` names a shipped length table, None means :func:`standard_workload`; ``rate`` is arrivals a second,
-    None means that all are there at once.
+    None means that all are there at once; ``llm_options`` go to labkit's :class:`LLM`.
     """
     model = random_model(shape)
     vocab_size = model.config.vocab_size
@@ -108,9 +113,8 @@ def bench_serve_shape(
         workload = sample_workload(LengthTable.load(lengths or "azure_conv"), times, seed)
         requests = table_workload(workload, vocab_size, max_model_len, seed)
         name = f"{lengths or 'azure_conv'}, {len(requests)} " + ("at once" if rate is None else f"at {rate:g}/s")
-    return bench_serve(
-        model, requests, systems=systems, model_name=shape, workload_name=name, max_model_len=max_model_len
-    )
+    names = {"model_name": shape, "workload_name": name}
+    return bench_serve(model, requests, systems=systems, max_model_len=max_model_len, **names, **llm_options)
 
 
 def serve_with_labkit(model: PreTrainedModel, requests: Sequence[ServeRequest], **llm_options: Any) -> dict[str, Any]:
@@ -157,62 +161,6 @@ def _feed_in_time(llm: LLM, requests: Sequence[ServeRequest], start: float) -> N
             time.sleep(max(0.0, upcoming[-1][1].arrival_time - now))
 
 
-def serve_with_generate(
-    model: PreTrainedModel, requests: Sequence[ServeRequest], batch_size: int = 64
-) -> dict[str, Any]:
-    """Static batches through ``model.generate`` with sdpa: padded on the left, each as long as its longest output."""
-    model.set_attn_implementation("sdpa")
-    start = time.perf_counter()
-    for first in range(0, len(requests), batch_size):
-        batch = requests[first : first + batch_size]
-        longest = max(len(r.prompt_token_ids) for r in batch)
-        tokens = torch.zeros(len(batch), longest, dtype=torch.int64)
-        mask = torch.zeros_like(tokens)
-        for row, request in enumerate(batch):
-            tokens[row, longest - len(request.prompt_token_ids) :] = torch.tensor(request.prompt_token_ids)
-            mask[row, longest - len(request.prompt_token_ids) :] = 1
-        count = max(r.num_output_tokens for r in batch)
-        model.generate(  # pyright: ignore[reportCallIssue]
-            tokens.to(model.device),
-            attention_mask=mask.to(model.device),
-            do_sample=False,
-            max_new_tokens=count,
-            min_new_tokens=count,
-            pad_token_id=0,
-        )
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
-    return {"seconds": time.perf_counter() - start}
-
-
-def serve_with_continuous_batching(model: PreTrainedModel, requests: Sequence[ServeRequest]) -> dict[str, Any]:
-    """transformers' own continuous batching with sdpa over its paged cache."""
-    from transformers import GenerationConfig
-
-    model.set_attn_implementation("sdpa")
-    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024)
-    manager = model.init_continuous_batching(generation_config=config)  # pyright: ignore[reportCallIssue]
-    manager.start()
-    try:
-        manager.add_request(requests[0].prompt_token_ids, request_id="warm-up", max_new_tokens=2)
-        manager.get_result(timeout=120)
-        start = time.perf_counter()
-        for number, request in enumerate(requests):
-            manager.add_request(
-                request.prompt_token_ids, request_id=f"request-{number}", max_new_tokens=request.num_output_tokens
-            )
-        finished, arrivals = 0, []
-        while finished < len(requests):
-            result = manager.get_result(timeout=120)
-            if result is None:
-                raise RuntimeError(f"continuous batching stopped after {finished} of {len(requests)} requests")
-            finished += 1
-            arrivals.append(time.perf_counter() - start)
-        return {"seconds": float(np.max(arrivals))}
-    finally:
-        manager.stop(block=True)
-
-
 def _forced(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
@@ -221,5 +169,6 @@ SYSTEMS: dict[str, Callable[..., dict[str, Any]]] = {
     "labkit": serve_with_labkit,
     "transformers-generate": serve_with_generate,
     "transformers-cb": serve_with_continuous_batching,
+    "vllm": serve_with_vllm,
 }
 """What can serve, by the name that stands in the table."""

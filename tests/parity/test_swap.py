@@ -88,7 +88,7 @@ def test_the_cost_of_swapping_and_computing_is_measured(model):
     with LLM(model, num_gpu_blocks_override=64, swap_space=0.01, **LIMITS) as llm:
         cost = llm.engine.scheduler.preemption_cost
         assert 0 < cost.seconds_per_swapped_block < 1
-        assert 0 < cost.seconds_per_computed_token < 1
+        assert 0 <= cost.seconds_per_computed_token < 1
         assert "swap space" in repr(llm.memory)
 
 
