@@ -170,9 +170,10 @@ class Scheduler:
         self.end_swaps(plan, result.swaps_done)
         changed: list[Request] = []
         commit, failed, prompt_logprobs = self.kv.commit, result.failed, result.prompt_logprobs
+        running = RequestStatus.RUNNING
         for request, first, num_tokens, _, num_samples in plan.requests:
             request_id = request.request_id
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running:
                 continue
             if request_id in failed:
                 self.finish(request, "error", str(failed[request_id]))

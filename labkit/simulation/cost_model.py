@@ -116,6 +116,7 @@ class HostCost:
     def __call__(self, plan: StepPlan) -> float:
         """Seconds for one step."""
         seconds = self.seconds_per_step + self.seconds_per_request * len(plan.requests)
-        if any(num_tokens > 1 for _, _, num_tokens, _, _ in plan.requests):
-            seconds += self.seconds_per_launch
+        for _, _, num_tokens, _, _ in plan.requests:
+            if num_tokens > 1:
+                return seconds + self.seconds_per_launch
         return seconds

@@ -21,7 +21,7 @@ def free_of_charge(plan: StepPlan) -> float:
 
 def filler_token(request: Request, sample_index: int) -> int:
     """A token id in [1000, 32000) that depends on the request's seed, the position and the sample."""
-    return 1000 + hash((request.seed, request.num_tokens, sample_index + request.sample_index)) % 31_000
+    return 1000 + (request.seed * 7919 + len(request.token_ids) * 31 + sample_index + request.sample_index) % 31_000
 
 
 class SimulatedExecutor:

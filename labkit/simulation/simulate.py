@@ -31,11 +31,12 @@ def simulate(
     arrivals = _in_order(requests)
     upcoming = next(arrivals, None)
     while upcoming is not None or engine.has_unfinished:
-        if upcoming is not None and not engine.has_unfinished:
-            executor.advance_to(upcoming[0])
-        while upcoming is not None and upcoming[0] <= executor.now():
-            engine.add_request(upcoming[1])
-            upcoming = next(arrivals, None)
+        if upcoming is not None:
+            if not engine.has_unfinished:
+                executor.advance_to(upcoming[0])
+            while upcoming is not None and upcoming[0] <= executor.now():
+                engine.add_request(upcoming[1])
+                upcoming = next(arrivals, None)
         engine.step()
         if on_step is not None:
             on_step(engine)
