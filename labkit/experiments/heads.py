@@ -6,14 +6,12 @@ labkit experiment heads     measures what the file lacks: on a GPU in minutes; o
 from __future__ import annotations
 
 import copy
-import gc
 import lzma
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -81,7 +79,7 @@ def record_heads(
         results.put(row)
     texts = head_texts(tokenizer, budget)
     conversion_rows(model, texts, budget, results)
-    if model.device.type == "cuda" and not results.has("decode layer"):
+    if model.device.type == "cuda" and not results.find(part="decode layer"):
         for row in layer_rows():
             results.put(row)
         torch.cuda.empty_cache()
@@ -129,7 +127,7 @@ def conversion_rows(model: PreTrainedModel, texts: HeadTexts, budget: HeadBudget
     """Perplexity after each conversion, without any training."""
     config = model.config.get_text_config(decoder=True)
     for name, path in conversion_paths(config.num_attention_heads, config.num_key_value_heads).items():
-        if results.has("conversion", name):
+        if results.find(part="conversion", name=name):
             continue
         converted, reports = convert_along(model, path)
         row: Row = {"part": "conversion", "source": "measured", "name": name, **_perplexities(converted, texts, budget)}
@@ -213,14 +211,12 @@ def uptraining_rows(
     have = model.config.get_text_config(decoder=True).num_key_value_heads
     for number, (name, run) in enumerate(uptraining_runs(budget, have).items()):
         row: Row = {"part": "uptraining", "name": name, "settings": asdict(run.settings)}
-        if results.has(**row, finished=True):
+        if results.find(**row, finished=True):
             continue
         student, _ = convert_along(model, run.path)
         row |= {"source": "measured", "distilled": run.distil, "training_tokens": len(texts.training)}
         folder = checkpoints / f"run-{number}" if checkpoints else None
         results.put(row | _run(student, model, run, texts, budget, results, row, folder, name if progress else None))
-        del student
-        gc.collect()
 
 
 def _run(
@@ -237,27 +233,30 @@ def _run(
     part_of_text = texts.held_out[: max(budget.eval_ctx, len(texts.held_out) // 4)]
     every = max(1, run.settings.steps // budget.num_evals)
     per_step = run.settings.tokens_per_step
-    curve: list[Row] = [{"step": 0, "tokens": 0, "ppl": perplexity(student, part_of_text, budget.eval_ctx)}]
-    clock = _Clock()
+    curve: list[Row] = list(results.find(**row).get("curve", ())) if checkpoint else []
+    if not curve:
+        curve.append({"step": 0, "tokens": 0, "ppl": perplexity(student, part_of_text, budget.eval_ctx)})
+    clock = _Clock(student.device)
 
     def measured(step: int) -> Row:
-        tokens = step * per_step
         return {
             "step": step,
-            "tokens": tokens,
-            "epochs": tokens / len(texts.training),
-            "seconds": clock.seconds,
+            "tokens": step * per_step,
+            "epochs": step * per_step / len(texts.training),
+            "seconds": clock.seconds,  # of training, in this process
+            "tokens_per_second": clock.steps * per_step / clock.seconds if clock.steps else None,
             "curve": curve,
             "curve_held_out_tokens": len(part_of_text),
         }
 
     def on_step(step: int) -> None:
+        clock.steps += 1
         if step % every and step != run.settings.steps:
             return
-        clock.stop(student.device)
-        curve.append(
-            {"step": step, "tokens": step * per_step, "ppl": perplexity(student, part_of_text, budget.eval_ctx)}
-        )
+        clock.stop()
+        curve[:] = [point for point in curve if point["step"] < step]  # a resumed run goes over some steps again
+        ppl = perplexity(student, part_of_text, budget.eval_ctx)
+        curve.append({"step": step, "tokens": step * per_step, "ppl": ppl})
         results.put(row | measured(step) | {"finished": False})
         clock.go()
 
@@ -271,21 +270,20 @@ def _run(
         on_step=on_step,
         progress=progress,
     )
-    rate: dict[str, Any] = {"tokens_per_second": len(losses) * per_step / clock.seconds} if clock.seconds else {}
     ends = {"first_loss": losses[0], "last_loss": sum(losses[-10:]) / len(losses[-10:]), "finished": True}
-    return measured(len(losses)) | rate | ends | _perplexities(student, texts, budget)
+    return measured(len(losses)) | ends | _perplexities(student, texts, budget)
 
 
 class _Clock:
-    """Seconds of training, without the evaluations in between."""
+    """Seconds and steps of training, without the evaluations in between."""
 
-    def __init__(self) -> None:
-        self.seconds, self._since = 0.0, 0.0
+    def __init__(self, device: torch.device) -> None:
+        self.seconds, self.steps, self._since, self._device = 0.0, 0, 0.0, device
 
     def go(self) -> None:
         self._since = time.perf_counter()
 
-    def stop(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def stop(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self.seconds += time.perf_counter() - self._since

@@ -39,10 +39,9 @@ class HeadsResults:
             rows = earlier["rows"]
         return cls(path, source, rows)
 
-    def has(self, part: str, name: str | None = None, **values: object) -> bool:
-        """Whether there is a row of this part (and name) with these values."""
-        wanted = {"part": part} | ({"name": name} if name else {}) | values
-        return any(wanted.items() <= row.items() for row in self.rows if wanted.keys() <= row.keys())
+    def find(self, **values: Any) -> Row:
+        """The first row with these values, {} if there is none."""
+        return next((row for row in self.rows if values.items() <= row.items()), {})
 
     def put(self, row: Row) -> None:
         """Add ``row``, in place of an earlier one of the same thing, and write the file."""

@@ -49,6 +49,11 @@ def test_conversion_and_uptraining_of_a_tiny_model(tiny_llama: PreTrainedModel, 
     assert long["last_loss"] < long["first_loss"]
     assert json.loads(path.read_text())["rows"] == results.rows
 
+    again = HeadsResults.open(tmp_path / "again.json", tiny_llama.device, "tiny")  # the table is lost, not the weights
+    uptraining_rows(tiny_llama, texts, BUDGET, again, checkpoints=tmp_path / "checkpoints")
+    assert [row["ppl"] for row in again.rows] == [row["ppl"] for row in runs.values()]
+    assert all(row["tokens_per_second"] is None for row in again.rows)
+
 
 def test_perplexity_is_that_of_the_paged_path(tiny_llama: PreTrainedModel, texts) -> None:
     expected = float(window_nll(tiny_llama, texts.held_out, ctx=24).mean().exp())
