@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -195,6 +195,74 @@ def experiment_heads_command(
 
     for part, table in heads_tables(record_heads(out, long_steps=steps, checkpoints=checkpoints)).items():
         typer.echo(f"{part}\n{table.to_string(index=False, float_format='{:,.2f}'.format)}\n")
+
+
+@experiment.command("sensitivity")
+def experiment_sensitivity_command(
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("kv_sensitivity.json"),
+    format: Annotated[list[str] | None, typer.Option(help="A KV format by name; may be repeated; else int4.")] = None,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="First tokens of the shipped text.")] = 4096,
+    device: Annotated[str, typer.Option(help="cpu: some minutes; cuda: seconds.")] = "cpu",
+) -> None:
+    """What the embedded model loses when one layer's K and V alone are quantised, layer by layer."""
+    from labkit.experiments.recorded_kv_tables import record_sensitivity
+
+    _print_rows(
+        record_sensitivity(out, format or ["int4"], num_tokens=num_tokens, device=device),
+        ["format", "layer", "delta_ppl_percent", "dnll", "dnll_se"],
+    )
+
+
+@experiment.command("failures")
+def experiment_failures_command(
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("kv_failures.json"),
+    num_tokens: Annotated[int, typer.Option("--tokens", help="First tokens of the shipped text.")] = 2048,
+    device: Annotated[str, typer.Option(help="cpu: some minutes; cuda: seconds.")] = "cpu",
+) -> None:
+    """Where a coarse K fails: channels that stick out, and a bias of k_proj that shifts them."""
+    from labkit.experiments.recorded_kv_tables import record_failures
+
+    tables = record_failures(out, num_tokens=num_tokens, device=device)
+    _print_rows(tables["keys"], ["case", "policy", "key_error", "score_error"])
+    _print_rows(tables["key_bias"], ["key_bias", "policy", "ppl", "dnll", "dnll_se"])
+
+
+@experiment.command("fp8")
+def experiment_fp8_command(
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("fp8_ablation.json"),
+    num_tokens: Annotated[int, typer.Option("--tokens", help="First tokens of the shipped text.")] = 16384,
+    device: Annotated[str, typer.Option(help="Without fp8 tensor cores the rows are emulated, and say so.")] = "cpu",
+) -> None:
+    """fp8 weights, an fp8 KV cache, both: perplexity and bytes of the embedded model."""
+    from labkit.experiments.recorded_kv_tables import record_fp8
+
+    columns = ["weights", "kv_cache", "weights_bytes", "kv_bytes_per_token", "ppl", "dnll", "dnll_se"]
+    _print_rows(record_fp8(out, num_tokens=num_tokens, device=device), columns)
+
+
+@experiment.command("calibrate")
+def experiment_calibrate_command(
+    out: Annotated[Path, typer.Argument(help="safetensors file to write; labkit.quant.load_scales reads it.")],
+    text: Annotated[Path, typer.Option(help="Text that stands for what will be served.")],
+    model: Annotated[
+        str | None, typer.Option(help="Hub name, folder or .gguf file; the embedded one if left out.")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="fp8, fp8_e5m2 or int8.")] = "fp8",
+    per_head: Annotated[bool, typer.Option("--per-head", help="One scale a KV head instead of one a layer.")] = False,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="First tokens of the text.")] = 8192,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; what there is if left out.")] = None,
+) -> None:
+    """Measure the scales of K and V that are fixed before a run, on a text."""
+    from labkit.experiments.calibration import calibrate_to_file
+
+    policy = calibrate_to_file(out, text, model, kv_dtype, per_head=per_head, num_tokens=num_tokens, device=device)
+    typer.echo(f"scales for {policy} saved to {out}")
+
+
+def _print_rows(rows: list[dict[str, Any]], columns: list[str]) -> None:
+    from pandas import DataFrame
+
+    typer.echo(DataFrame(rows)[columns].to_string(index=False, float_format="%.4f"))
 
 
 def main() -> None:

@@ -7,12 +7,15 @@ save_scales("fp8.safetensors", scales, policy)       # labkit.quant; load_scales
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from labkit.kv_math import KVFormat
-from labkit.quant import KVPolicy, LayerScales, Scales, hadamard, measure_scales
+from labkit.kv_math import PER_HEAD, PER_TENSOR, KVFormat
+from labkit.kv_math.formats import dtype_name
+from labkit.models import load_model
+from labkit.quant import KVPolicy, LayerScales, Scales, hadamard, measure_scales, save_scales
 
 from .kv_windows import cache_spec, window_logits
 
@@ -53,6 +56,30 @@ def calibrate(
         # The extremes of a box over all tokens are among the extremes of its channels.
         scales[layer] = LayerScales(*(_fixed(pair, format) for pair, format in sides))
     return scales
+
+
+def calibrate_to_file(
+    path: str | Path,
+    text: str | Path,
+    model: str | Path | None = None,
+    dtype: str = "fp8",
+    *,
+    per_head: bool = False,
+    num_tokens: int = 8192,
+    ctx: int = 1024,
+    device: str | None = None,
+) -> KVPolicy:
+    """Load a model, measure scales of K and V in ``dtype`` on the first tokens of a text file, and save them.
+
+    One scale a layer, or one a KV head. Returns the policy that the scales are for. Raises ValueError for a dtype that
+    has no scales fixed before a run, and a text shorter than ``ctx`` tokens.
+    """
+    format = KVFormat(dtype_name(dtype), PER_HEAD if per_head else PER_TENSOR)
+    policy = KVPolicy.of(format)
+    loaded, tokenizer = load_model(model, device=device)
+    token_ids = tokenizer.encode(Path(text).read_text(), verbose=False)[:num_tokens]
+    save_scales(path, calibrate(loaded, token_ids, policy, ctx=ctx, progress="calibrating"), policy)
+    return policy
 
 
 def has_fixed_scales(policy: KVPolicy, num_layers: int) -> bool:

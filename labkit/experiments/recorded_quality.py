@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from labkit.models import embedded, load_model
 from labkit.paths import data_path
@@ -19,6 +20,7 @@ from .kv_quality import Row, fixed_scales, quality_row, unquantised_row, window_
 from .kv_windows import cache_spec
 from .provenance import provenance
 from .quality_policies import quality_policies
+from .recorded import results
 
 TEXT = "text/persuasion_excerpt_320k.txt"
 NUM_TOKENS = 16384
@@ -52,11 +54,9 @@ def record_quality(
     if not missing and done:
         return kept
 
-    model, tokenizer = load_model(dtype=torch.float32, device=device)
-    token_ids = tokenizer.encode(data_path(TEXT).read_text(), verbose=False)
+    model, token_ids, source = embedded_setup(device)
     measured, calibration = token_ids[:num_tokens], token_ids[num_tokens : num_tokens + CALIBRATION_TOKENS]
     spec = cache_spec(model, 32)
-    source = provenance(device) | {"model": f"{embedded.NAME}, Q4_1 weights dequantised", "dtype": "float32"}
     stamp = {"device": source["gpu"] or "cpu", "commit": source["commit"], "date": source["date"]}
     baseline = window_nll(model, measured, ctx=ctx, progress="unquantised" if progress else None)
     unquantised = shared | unquantised_row(spec, baseline) | stamp
@@ -64,19 +64,27 @@ def record_quality(
     if abs(rows[0]["ppl"] / unquantised["ppl"] - 1) > 1e-4:
         raise ValueError(f"{path} has rows of another baseline: ppl {rows[0]['ppl']}, here {unquantised['ppl']}")
     order = ["unquantised", *policies]
+    record = {"measured": HOW, "calibration_tokens": CALIBRATION_TOKENS, "provenance": source, "rows": rows}
     for name in missing:
         policy = policies[name]
         scales = fixed_scales(model, policy, calibration, spec.num_layers, ctx)
         nll = window_nll(model, measured, policy, ctx=ctx, scales=scales, progress=name if progress else None)
         rows.append(shared | quality_row(name, policy, spec, nll, baseline, ctx=ctx) | stamp)
         rows.sort(key=lambda row: order.index(row["policy"]))
-        _write(path, {"measured": HOW, "calibration_tokens": CALIBRATION_TOKENS, "provenance": source, "rows": rows})
+        write_results(path, record)
     return rows
+
+
+def embedded_setup(device: str) -> tuple[PreTrainedModel, list[int], dict[str, Any]]:
+    """The embedded model in fp32, the shipped text as tokens, and the provenance of what is measured with them."""
+    model, tokenizer = load_model(dtype=torch.float32, device=device)
+    source = provenance(device) | {"model": f"{embedded.NAME}, Q4_1 weights dequantised", "dtype": "float32"}
+    return model, tokenizer.encode(data_path(TEXT).read_text(), verbose=False), source
 
 
 def recorded_quality() -> list[Row]:
     """The rows that ship."""
-    return _rows(data_path("results/quality.json"))
+    return results("quality.json")["rows"]
 
 
 def _rows(path: Path) -> list[Row]:
@@ -96,6 +104,7 @@ def _is_current(row: Row) -> bool:
     )
 
 
-def _write(path: Path, results: dict[str, Any]) -> None:
+def write_results(path: Path, record: dict[str, Any]) -> None:
+    """``record`` as JSON, folders made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
