@@ -240,6 +240,20 @@ def experiment_fp8_command(
     _print_rows(record_fp8(out, num_tokens=num_tokens, device=device), columns)
 
 
+@experiment.command("engine-quality")
+def experiment_engine_quality_command(
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("engine_quality.json"),
+    kv_dtype: Annotated[list[str] | None, typer.Option(help="As LLM takes it; else int8 and int4.")] = None,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="First tokens of the shipped text.")] = 16384,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """What the engine itself loses with a quantised KV cache: its pages, its kernels, in fp32."""
+    from labkit.experiments.recorded_kv_tables import record_engine_quality
+
+    rows = record_engine_quality(out, kv_dtype or ["int8", "int4"], num_tokens=num_tokens, device=device)
+    _print_rows(rows, ["kv_cache_dtype", "attention_backend", "bytes_per_token", "ppl", "dnll", "dnll_se"])
+
+
 @experiment.command("calibrate")
 def experiment_calibrate_command(
     out: Annotated[Path, typer.Argument(help="safetensors file to write; labkit.quant.load_scales reads it.")],

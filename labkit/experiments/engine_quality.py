@@ -56,7 +56,11 @@ def engine_quality(
         options: dict[str, Any] = {"max_model_len": ctx + 1, "kv_cache_dtype": dtype} | llm_options
         with LLM(model, **options) as llm:
             nll = engine_nll(llm, token_ids, ctx=ctx, progress=progress)
-            row = {"kv_cache_dtype": str(dtype), "bytes_per_token": llm.memory.bytes_per_token}
+            row = {
+                "kv_cache_dtype": str(dtype),
+                "attention_backend": llm.attention_backend,
+                "bytes_per_token": llm.memory.bytes_per_token,
+            }
         if dtype == "auto":
             baseline = nll
         rows.append(row | {"tokens": len(nll) // (ctx - 1) * ctx, "ctx": ctx} | paired_loss(nll, baseline))

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from labkit.kv_math import KVCacheSpec
-from labkit.quant import KVPolicy, LayerScales, hadamard, round_trip
+from labkit.quant import KVPolicy, LayerScales, Scales, hadamard, round_trip
 
 from .calibration import calibrate, has_fixed_scales
 from .kv_windows import cache_spec, window_logits
@@ -36,7 +36,7 @@ class QuantisedKV:
         self, policy: KVPolicy, num_layers: int, block_size: int, scales: Mapping[int, LayerScales] | None
     ) -> None:
         self._formats = [policy.formats(layer, num_layers) for layer in range(num_layers)]
-        self._scales = scales or dict.fromkeys(range(num_layers), LayerScales(None, None))
+        self._scales = scales or dict.fromkeys(range(num_layers), LayerScales(None, None))  # on the CPU
         self._rotate, self._block_size = policy.rotate, block_size
 
     def __call__(
@@ -48,9 +48,15 @@ class QuantisedKV:
         if layer is None:
             return q, k, v
         (key, value), fixed = self._formats[layer], self._scales[layer]
-        k = round_trip(k, key, block_size=self._block_size, scales=fixed.key)
-        v = round_trip(v, value, block_size=self._block_size, scales=fixed.value)
+        k = round_trip(k, key, block_size=self._block_size, scales=_on(k.device, fixed.key))
+        v = round_trip(v, value, block_size=self._block_size, scales=_on(v.device, fixed.value))
         return q, k, v
+
+
+def _on(device: torch.device, scales: Scales | None) -> Scales | None:
+    if scales is None:
+        return None
+    return Scales(scales.scales.to(device), None if scales.zero_points is None else scales.zero_points.to(device))
 
 
 def window_nll(

@@ -1,6 +1,6 @@
-"""The recorded tables beside the quality of KV formats: layers, failure cases, fp8 weights against an fp8 KV cache.
+"""The recorded tables beside the quality of KV formats: layers, failure cases, fp8 weights and cache, the engine's own.
 
-labkit experiment sensitivity / failures / fp8     measure them on the embedded model and the shipped text
+labkit experiment sensitivity, failures, fp8, engine-quality: measured on the embedded model and the shipped text
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from labkit.models.fp8_weights import require_fp8_weights
 
+from .engine_quality import engine_quality
 from .fp8_quality import fp8_ablation, fp8_ablation_emulated
 from .kv_failures import failure_table, key_bias_quality
 from .kv_quality import Row
@@ -61,4 +62,15 @@ def record_fp8(path: Path, *, num_tokens: int = NUM_TOKENS, device: str = "cpu")
     shared = {"text": Path(TEXT).name, "tokens": num_tokens, "ctx": 1024, "device": source["gpu"] or "cpu"}
     rows = [shared | row for row in rows]
     write_results(path, {"measured": how, "provenance": source, "rows": rows})
+    return rows
+
+
+def record_engine_quality(
+    path: Path, dtypes: Sequence[str], *, num_tokens: int = NUM_TOKENS, device: str = "cpu"
+) -> list[Row]:
+    """:func:`engine_quality` of the embedded model in fp32: what LLM(kv_cache_dtype=...) itself loses."""
+    model, token_ids, source = embedded_setup(device)
+    rows = engine_quality(model, token_ids[:num_tokens], dtypes, progress=True)
+    rows = [{"text": Path(TEXT).name, "device": source["gpu"] or "cpu"} | row for row in rows]
+    write_results(path, {"measured": "by the engine, from its quantised pages", "provenance": source, "rows": rows})
     return rows

@@ -9,7 +9,7 @@ import torch
 
 from labkit import LLM
 from labkit.experiments.calibration import calibrate
-from labkit.experiments.engine_quality import engine_nll
+from labkit.experiments.engine_quality import engine_nll, engine_quality
 from labkit.experiments.fp8_quality import fp8_ablation, fp8_ablation_emulated
 from labkit.experiments.kv_quality import kv_quality, tail_bits, window_nll
 from labkit.experiments.kv_windows import cache_spec, window_logits
@@ -119,6 +119,17 @@ def test_the_engine_gives_the_same_loss_by_its_prompt_logprobs(tiny_llama, token
     with LLM(tiny_llama, max_model_len=65) as llm:
         nll = engine_nll(llm, tokens[:150], ctx=64)
     assert torch.allclose(nll, window_nll(tiny_llama, tokens[:150], ctx=64), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_the_engine_loses_what_the_reference_quantiser_says(tiny_llama, tokens, dtype):
+    _, row = engine_quality(tiny_llama, tokens[:128], [dtype], ctx=64)
+    block_size = 32 if dtype == "int4" else 16
+    options = {"ctx": 64, "block_size": block_size}
+    policy = KVPolicy.of(dtype)
+    expected = window_nll(tiny_llama, tokens[:128], policy, **options) - window_nll(tiny_llama, tokens[:128], **options)
+    assert row["dnll"] == pytest.approx(float(expected.mean()), abs=1e-3)
+    assert row["bytes_per_token"] == policy.apply_to(cache_spec(tiny_llama, block_size)).bytes_per_token
 
 
 # ---------------------------------------------------------------- recommendation
