@@ -22,8 +22,8 @@ def allocate_pages(
 ) -> QuantisedPages:
     """Pages of K or V of one layer; scales that are fixed before the run are 1.0, all else is not initialised.
 
-    Raises ValueError for formats that pages cannot hold: scales shared by some heads, by some tokens of a block, or by
-    channels that do not divide the head size; int4 with an odd head size.
+    Raises ValueError for formats that pages cannot hold: scales shared by heads (unless fixed before the run for all of
+    them), by some tokens of a block, or by channels that do not divide the head size; int4 with an odd head size.
     """
     page = (num_blocks, num_kv_heads, block_size)
     width = _codes_per_row(format, head_dim)
@@ -137,8 +137,8 @@ def _scale_shape(layout: ScaleLayout | None, page: tuple[int, int, int], head_di
         return ()
     num_blocks, num_kv_heads, block_size = page
     heads = num_kv_heads if layout.heads == "all" else layout.heads
-    if heads not in (1, num_kv_heads):
-        raise ValueError(f"scales must be for one head or for all {num_kv_heads}, got {heads} heads a scale")
+    if heads > 1 and (layout.tokens != "layer" or heads < num_kv_heads):
+        raise ValueError(f"scales must be for one head, or fixed before the run for all of them, got {layout}")
     if layout.tokens not in (1, "block", "layer", block_size):
         raise ValueError(
             f"scales must be for 1 token, a block of {block_size} or the layer, got {layout.tokens} tokens a scale"

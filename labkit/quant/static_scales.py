@@ -46,9 +46,9 @@ def save_scales(path: str | Path, scales: Mapping[int, LayerScales], policy: KVP
         if (stored is not None) != (format.scales is not None and format.scales.tokens == "layer"):
             raise ValueError(f"scales of {name} must be given if and only if its format has fixed ones: {format}")
         if stored is not None:
-            tensors[f"{name}.scales"] = stored.scales.contiguous()
+            tensors[f"{name}.scales"] = stored.scales.clone()
             if stored.zero_points is not None:
-                tensors[f"{name}.zero_points"] = stored.zero_points.contiguous()
+                tensors[f"{name}.zero_points"] = stored.zero_points.clone()
     formats = {name: str(format) for name, format in _formats(policy, num_layers).items()}
     metadata = {"version": _VERSION, "formats": json.dumps(formats), "rotate": json.dumps(policy.rotate)}
     save_file(tensors, path, metadata=metadata)
