@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import lesson_01, lesson_03, lesson_04
+from . import lesson_01, lesson_02, lesson_03, lesson_04
 from .exercise import Exercise, Failed, Report, solution_source
 
 EXERCISES: dict[str, Exercise] = {
-    exercise.id: exercise for module in (lesson_01, lesson_03, lesson_04) for exercise in module.EXERCISES
+    exercise.id: exercise for module in (lesson_01, lesson_02, lesson_03, lesson_04) for exercise in module.EXERCISES
 }
 _hints_given: dict[str, int] = {}
 

@@ -87,3 +87,34 @@ def test_a_report_is_shown_as_html_and_as_text():
 
 def test_a_solution_is_shown_as_source():
     assert "def slot_of" in exercises.solution("03-slot").data
+
+
+class Careless:
+    """A free list that forgets to take blocks off when it hands them out."""
+
+    def __init__(self, num_blocks):
+        self.free_ids = list(range(num_blocks))
+
+    def allocate(self, count):
+        return self.free_ids[:count]
+
+    def free(self, block_ids):
+        self.free_ids += block_ids
+
+
+class Leaking(Careless):
+    def allocate(self, count):
+        return [self.free_ids.pop() for _ in range(count)]
+
+    def free(self, block_ids):
+        self.lost = block_ids
+
+
+def test_a_wrong_free_list_is_shown_at_the_step_where_it_goes_wrong():
+    from labkit.widgets import BlockTable
+
+    report = exercises.check("02-free-list", Careless)
+    assert report.state == "not yet" and "which somebody still holds" in report.words
+    assert "step" in report.words
+    report = exercises.check("02-free-list", Leaking)
+    assert report.state == "not yet" and isinstance(report.picture, BlockTable)
