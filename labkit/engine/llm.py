@@ -252,10 +252,14 @@ class LLM:
     def memory_monitor(self, interval: float = 0.1) -> MemoryMonitor:
         """A monitor of this engine's device; use it as a context manager around what should be watched."""
         self._require_open()
-        weights = [*self.model.parameters(), *self.model.buffers()]
         storage = self._built.storage
         return MemoryMonitor(
-            weights, storage.tensors(), self.engine.scheduler.kv.usage, self.model.device, interval=interval
+            [*self.model.parameters(), *self.model.buffers()],
+            storage.tensors(),
+            self.engine.scheduler.kv.usage,
+            self.model.device,
+            kv_tails=storage.tails,
+            interval=interval,
         )
 
     def close(self) -> None:

@@ -26,8 +26,10 @@ class MemorySnapshot:
         time: seconds since the monitor was made.
         total: the device's memory; on a CPU the machine's RAM.
         weights: the model's parameters and buffers, each storage once.
-        kv_live, kv_fragmentation, kv_cached, kv_free: the KV pool: tokens that requests hold; the rest of their
-            blocks; content that the prefix cache can still find; blocks that hold nothing.
+        kv_live, kv_fragmentation, kv_in_flight, kv_cached, kv_free: the KV pool, scales included: tokens that requests
+            hold; the rest of their blocks; blocks of nobody that are still copied from or to host memory; content
+            that the prefix cache can still find; blocks that hold nothing.
+        kv_tails: where unfinished blocks wait unquantised, for KV formats that need it.
         graphs: memory that CUDA graphs keep for their replays.
         activations: everything else that torch has allocated now.
         allocator_reserve: what torch's caching allocator holds but has not handed out.
@@ -41,8 +43,10 @@ class MemorySnapshot:
     weights: int
     kv_live: int
     kv_fragmentation: int
+    kv_in_flight: int
     kv_cached: int
     kv_free: int
+    kv_tails: int
     graphs: int
     activations: int
     allocator_reserve: int
@@ -91,6 +95,7 @@ class MemoryMonitor:
         kv_usage: Callable[[], KVCacheUsage],
         device: torch.device | str,
         *,
+        kv_tails: Iterable[torch.Tensor] = (),
         graph_bytes: Callable[[], int] = lambda: 0,
         interval: float = 0.1,
     ) -> None:
@@ -102,6 +107,7 @@ class MemoryMonitor:
         self.snapshots: list[MemorySnapshot] = []
         self._weight_bytes = unique_storage_bytes(weights)
         self._kv_bytes = unique_storage_bytes(kv_tensors)
+        self._tail_bytes = unique_storage_bytes(kv_tails)
         self._kv_usage = kv_usage
         self._graph_bytes = graph_bytes
         self._start = time.perf_counter()
@@ -112,16 +118,18 @@ class MemoryMonitor:
         """The split at this moment."""
         usage = self._kv_usage()
         per_slot = self._kv_bytes / usage.num_slots
-        moving = usage.num_in_flight_blocks * usage.block_size  # still full of tokens, on their way to the host
-        live = round((usage.num_live_tokens + moving) * per_slot)
+        live = round(usage.num_live_tokens * per_slot)
         fragmentation = round(usage.num_fragmented_slots * per_slot)
+        in_flight = round(usage.num_in_flight_blocks * usage.block_size * per_slot)
         cached = round(usage.num_cached_free_blocks * usage.block_size * per_slot)
         known = {
             "weights": self._weight_bytes,
             "kv_live": live,
             "kv_fragmentation": fragmentation,
+            "kv_in_flight": in_flight,
             "kv_cached": cached,
-            "kv_free": self._kv_bytes - live - fragmentation - cached,
+            "kv_free": self._kv_bytes - live - fragmentation - in_flight - cached,
+            "kv_tails": self._tail_bytes,
             "graphs": self._graph_bytes(),
         }
         now = time.perf_counter() - self._start

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from labkit.engine import LLM
 from labkit.engine.kv_policy import require_support
@@ -43,7 +43,7 @@ SCHEDULES = {
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def model() -> PreTrainedModel:
     return TINY["llama"]()
 
 

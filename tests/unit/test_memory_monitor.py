@@ -42,6 +42,20 @@ def test_the_parts_add_up_and_the_pool_is_split_as_the_manager_says():
     assert all(part >= 0 for part in snapshot.parts().values())
 
 
+def test_blocks_on_their_way_to_the_host_are_neither_live_nor_free():
+    kv = KVCacheManager(8, 4, num_host_blocks=8, enable_prefix_caching=False)
+    kv.admit("a", 10)
+    kv.commit("a", list(range(10)), 10)
+    copies = kv.swap_out("a")
+    tails = [torch.zeros(100)]
+    snapshot = monitor(kv, kv_tails=tails).snapshot()
+    assert (snapshot.kv_live, snapshot.kv_fragmentation, snapshot.kv_in_flight) == (0, 0, 12 * 16)
+    assert (snapshot.kv_free, snapshot.kv_tails) == (20 * 16, 400)
+    assert sum(snapshot.parts().values()) == snapshot.total
+    kv.land(copies or [], [])
+    assert monitor(kv).snapshot().kv_in_flight == 0
+
+
 def test_it_records_in_the_background_and_at_the_end():
     kv = KVCacheManager(8, 4)
     with monitor(kv, interval=0.01) as recording:
