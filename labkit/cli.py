@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from labkit.experiments.commands import COMMANDS as SIMULATED
+
 app = typer.Typer(
     help="A lab about the memory of LLM inference.",
     no_args_is_help=True,
@@ -20,6 +22,8 @@ bench = typer.Typer(no_args_is_help=True, help="Measure, and write what was meas
 app.add_typer(bench, name="bench")
 experiment = typer.Typer(no_args_is_help=True, help="Run a published experiment again.")
 app.add_typer(experiment, name="experiment")
+for command_name, command in SIMULATED.items():
+    experiment.command(command_name)(command)
 
 
 @app.command()
@@ -57,6 +61,9 @@ def run(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens with this much probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Repeats a sampled run.")] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="How K and V are stored: auto (as computed), fp8, fp8_e5m2, int8 or int4.")
+    ] = "auto",
     trace: Annotated[Path | None, typer.Option(help="Save what every step did to the block tables here.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print the engine's statistics at the end.")] = False,
 ) -> None:
@@ -64,7 +71,7 @@ def run(
     from labkit import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    llm = LLM(model)
+    llm = LLM(model, kv_cache_dtype=kv_cache_dtype)
     num_shown = 0
     for output in llm.stream(prompt, params):
         text = output.outputs[0].text
