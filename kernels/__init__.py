@@ -8,8 +8,9 @@
     kv.k, kv.v  [num_blocks, num_kv_heads, block_size, head_dim]
 
 `paged_attention` serves decode, prefill and mixed batches. `write_kv` puts new K and V into their slots,
-`copy_blocks` and `swap_blocks` move whole blocks. `reference` holds the obvious torch version of each;
-`steps` builds the decode kernel in five runnable steps; `tuning` holds the tile sizes per GPU generation.
+`write_quantised_kv` quantises them on the way; `copy_blocks` and `swap_blocks` move whole blocks. `reference` holds
+the obvious torch version of each; `steps` builds the decode kernel in five runnable steps; `tuning` holds the tile
+sizes per GPU generation.
 
 On a machine without a GPU set TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter.
 """
@@ -17,7 +18,19 @@ On a machine without a GPU set TRITON_INTERPRET=1 before the first import to run
 from . import reference
 from .attention import Workspace, paged_attention
 from .copy import copy_blocks, swap_blocks
-from .pages import KVPages
+from .pages import KVPages, QuantisedKVPages, QuantisedPages
 from .write import write_kv
+from .write_quantised import write_quantised_kv
 
-__all__ = ["KVPages", "Workspace", "copy_blocks", "paged_attention", "reference", "swap_blocks", "write_kv"]
+__all__ = [
+    "KVPages",
+    "QuantisedKVPages",
+    "QuantisedPages",
+    "Workspace",
+    "copy_blocks",
+    "paged_attention",
+    "reference",
+    "swap_blocks",
+    "write_kv",
+    "write_quantised_kv",
+]

@@ -1,0 +1,190 @@
+"""write_quantised_kv stores the codes and scales of labkit.quant, bit for bit, however the tokens come."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from labkit.kv_math import KVFormat, ScaleLayout
+from labkit.quant import Quantised, quantise
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def scaled(dtype, tokens=1, **layout):
+    return KVFormat(dtype, ScaleLayout(tokens=tokens, **layout))
+
+
+HALF = dict(scale_bits=16, zero_point_bits=16)
+FORMATS = {
+    "float16": KVFormat("float16"),
+    "int8": scaled("int8"),
+    "int8 asymmetric": scaled("int8", zero_point_bits=32),
+    "int8 groups": scaled("int8", channels=16, scale_bits=16),
+    "int8 per channel": scaled("int8", "block", channels=1),
+    "int8 per block": scaled("int8", "block"),
+    "fp8": scaled("fp8_e4m3"),
+    "fp8 unscaled": KVFormat("fp8_e4m3"),
+    "fp8_e5m2": scaled("fp8_e5m2"),
+    "int4": scaled("int4", **HALF),
+    "int4 symmetric": scaled("int4", scale_bits=16),
+    "int4 groups": scaled("int4", channels=16, **HALF),
+    "int4 per channel": scaled("int4", "block", channels=1, **HALF),
+    "int4 per channel symmetric": scaled("int4", "block", channels=1),
+}
+FIXED = {
+    "fp8 per layer": scaled("fp8_e4m3", "layer", heads="all"),
+    "fp8_e5m2 per head": scaled("fp8_e5m2", "layer"),
+    "int8 asymmetric per head": scaled("int8", "layer", **HALF),
+}
+
+
+class Cache:
+    """Pages of two formats and tails, all of them poison until written."""
+
+    def __init__(self, key, value, num_blocks, block_size, num_heads, head_dim, dtype=torch.float16):
+        from labkit.engine.quantised_pages import allocate_pages
+        from labkit.kernels import QuantisedKVPages
+
+        def side(format):
+            pages = allocate_pages(format, num_blocks, num_heads, block_size, head_dim, DEVICE)
+            if format.scales is None or format.scales.tokens != "layer":
+                for tensor in pages:
+                    if tensor is not None:
+                        tensor.view(torch.uint8).fill_(255)
+            tail = (num_heads, block_size, head_dim)
+            return pages, torch.full((4, *tail), torch.nan, device=DEVICE, dtype=dtype) if format.needs_tail else None
+
+        (k, k_tail), (v, v_tail) = side(key), side(value)
+        self.kv = QuantisedKVPages(k, v, head_dim, head_dim, k_tail, v_tail)
+
+    def write(self, k, v, slots, seq_lens, query_lens, tail_rows=None):
+        from labkit.kernels import write_quantised_kv
+
+        def int32(values):
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+        starts = int32([0, *query_lens]).cumsum(0).to(torch.int32)
+        rows = None if tail_rows is None else int32(tail_rows)
+        write_quantised_kv(
+            k, v, self.kv, slots.to(DEVICE), seq_lens=int32(seq_lens), query_start_loc=starts, tail_rows=rows
+        )
+
+
+def assert_blocks(pages, blocks, expected: Quantised):
+    """`blocks` of `pages` hold what was quantised, one block after the other."""
+    for got, want in zip(pages, (expected.codes, expected.scales, expected.zero_points), strict=True):
+        if want is not None:
+            want = want.unflatten(0, (len(blocks), -1)).transpose(1, 2)
+            if want.dtype.itemsize == 1:  # float8 has no == and no indexing everywhere
+                got, want = got.view(torch.uint8), want.contiguous().view(torch.uint8)
+            assert torch.equal(got[blocks], want)  # equal numbers: a zero point of 0 may have either sign
+
+
+def hard_rows(num_tokens, num_heads, head_dim, dtype=torch.float16):
+    """Random rows of very different sizes, among them zeros, constants and rows of one sign."""
+    gen = torch.Generator().manual_seed(num_tokens + head_dim)
+    x = torch.randn(num_tokens, num_heads, head_dim, generator=gen) * torch.logspace(-5, 3, num_tokens)[:, None, None]
+    x[0], x[1], x[2] = 0.0, 3.0, x[2].abs() + 50
+    x[3, 0, : head_dim // 2] = -0.0
+    return x.to(DEVICE, dtype)
+
+
+OTHER_SIZES = [("int8", 96), ("int4", 80), ("fp8", 128), ("int8 per channel", 96), ("int4 per channel", 80)]
+
+
+@pytest.mark.parametrize(
+    "name, head_dim, dtype",
+    [(name, 64, torch.float32) for name in FORMATS] + [(*case, torch.float16) for case in OTHER_SIZES],
+)
+def test_codes_and_scales_are_those_of_the_quantiser(name, head_dim, dtype):
+    k, v = hard_rows(8, 3, 2 * head_dim, dtype).split(head_dim, 2)  # views of a merged projection
+    cache = Cache(FORMATS[name], FORMATS["int8"], 5, 4, 3, head_dim, dtype)
+    blocks = torch.tensor([3, 1])
+    slots = (blocks[:, None] * 4 + torch.arange(4)).flatten()
+    cache.write(k, v, slots, [8], [8], [2])
+    assert_blocks(cache.kv.k, blocks, quantise(k, FORMATS[name], block_size=4))
+    assert_blocks(cache.kv.v, blocks, quantise(v, FORMATS["int8"]))
+    untouched = cache.kv.k.codes.view(torch.uint8)[[0, 2, 4]]
+    assert (untouched == 255).all()
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_scales_that_are_fixed_before_the_run_are_read_and_saturate(name):
+    from labkit.engine.quantised_pages import set_fixed_scales
+    from labkit.quant import measure_scales
+
+    format = FIXED[name]
+    scales = measure_scales(hard_rows(8, 3, 64) * 0.2, format)
+    cache = Cache(FORMATS["int4 per channel"], format, 3, 8, 3, 64)
+    set_fixed_scales(cache.kv.v, format, scales)
+    x = hard_rows(8, 3, 64)
+    cache.write(x, x, 16 + torch.arange(8), [8], [8], [0])
+    want = quantise(x, format, scales=scales)
+    assert torch.equal(cache.kv.v.codes[2].view(torch.uint8), want.codes.transpose(0, 1).view(torch.uint8))
+    assert torch.equal(cache.kv.v.scales[:, :, 0], scales.scales)
+
+
+CHUNKS = [[14], [1] * 9, [6, 8], [3, 1, 9]]
+
+
+@pytest.mark.parametrize(
+    "name, chunks", [*(("int4 per channel", chunks) for chunks in CHUNKS), ("int8 per block", [4, 1, 8])], ids=str
+)
+def test_a_block_is_quantised_when_it_is_full_however_its_tokens_come(name, chunks):
+    """Two sequences and two padded rows, in blocks of 4; what is not full yet is in the tails as it came."""
+    format, num_tokens = FORMATS[name], sum(chunks)
+    k, v = torch.randn(2, 2, num_tokens, 2, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
+    cache = Cache(format, format, 10, 4, 2, 64)
+    tables, rows, full = torch.tensor([[7, 2, 9, 0], [1, 3, 4, 5]]), [2, 0], num_tokens // 4
+    padding = torch.full((2, 2, 64), torch.nan, device=DEVICE, dtype=torch.float16)
+    done = 0
+    for count in chunks:
+        pos = torch.arange(done, done + count)
+        slots = torch.cat([*(tables[:, pos // 4] * 4 + pos % 4), torch.tensor([-1, -1])])
+        done += count
+        new = [torch.cat([x[0, pos], x[1, pos], padding]) for x in (k, v)]
+        cache.write(*new, slots, [done, done, 0, 1], [count, count, 1, 1], [*rows, 3, 3])
+    for x, pages, tail in ((k, cache.kv.k, cache.kv.k_tail), (v, cache.kv.v, cache.kv.v_tail)):
+        for seq in range(2):
+            assert_blocks(pages, tables[seq, :full], quantise(x[seq, : full * 4], format, block_size=4))
+            waiting = x[seq, full * 4 :].transpose(0, 1)
+            assert torch.equal(tail[rows[seq], :, : waiting.shape[1]], waiting)
+        assert tail[[1, 3]].isnan().all()
+        unused = [6, 8, *tables[:, full:].flatten().tolist()]
+        assert (pages.codes.view(torch.uint8)[unused] == 255).all()
+
+
+def test_bad_input_is_named():
+    from labkit.kernels import write_quantised_kv
+
+    x, slots = torch.zeros(2, 3, 64), torch.zeros(2, dtype=torch.int64)
+    meta = dict(seq_lens=torch.tensor([2]), query_start_loc=torch.tensor([0, 2]), tail_rows=None)
+    tails = Cache(FORMATS["int4 per channel"], FORMATS["int8"], 3, 8, 3, 64).kv
+    with pytest.raises(ValueError, match="tail_rows must be"):
+        write_quantised_kv(x, x, tails, slots, **meta)
+    kv = Cache(FORMATS["int8"], FORMATS["int4"], 3, 8, 3, 64).kv
+    with pytest.raises(ValueError, match=r"k_new must be \[num_tokens, 3, 64\]"):
+        write_quantised_kv(x[:, :2], x, kv, slots, **meta)
+    with pytest.raises(TypeError, match="slot_mapping must be int64"):
+        write_quantised_kv(x, x, kv, slots.int(), **meta)
+    with pytest.raises(ValueError, match="query_start_loc"):
+        write_quantised_kv(x, x, kv, slots, **{**meta, "query_start_loc": slots[:1]})
+    shared = kv.k._replace(scales=kv.k.scales[:, :1])
+    with pytest.raises(ValueError, match="several heads share"):
+        write_quantised_kv(x, x, kv._replace(k=shared), slots, **meta)
+    with pytest.raises(ValueError, match="need a tail"):
+        write_quantised_kv(x, x, tails._replace(k_tail=None), slots, **meta)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_long_prefill_bit_for_bit_on_a_gpu(name, dtype):
+    x = hard_rows(2048, 8, 128, dtype)
+    cache = Cache(FORMATS[name], FORMATS["int8"], 128, 16, 8, 128, dtype)
+    blocks = torch.randperm(128)
+    slots = (blocks[:, None] * 16 + torch.arange(16)).flatten()
+    cache.write(x, x, slots, [2048], [2048], [0])
+    assert_blocks(cache.kv.k, blocks, quantise(x, FORMATS[name], block_size=16))
+    assert_blocks(cache.kv.v, blocks, quantise(x, FORMATS["int8"]))
