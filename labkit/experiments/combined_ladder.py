@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -19,17 +19,16 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from labkit.engine import LLM
+from labkit.engine.kv_storage import KVStorage
 from labkit.kv_math import GIB, MODEL_SHAPES, ModelShape, model_shape
 from labkit.models import convert_kv_heads, embedded, load_model, random_model
+from labkit.simulation import DeviceCalibration, LengthTable, calibrate, recorded_rows
 
 from .combined_rungs import LADDER, RUNGS, Rung
-from .combined_setting import GPU_MEMORY_UTILIZATION, MAX_NUM_BATCHED_TOKENS, Setting, serve_window
+from .combined_setting import GPU_MEMORY_UTILIZATION, Setting, serve_window
 from .combined_traffic import LENGTHS
 from .provenance import provenance
-from .recorded_quality import recorded_quality
-
-if TYPE_CHECKING:
-    from labkit.simulation.calibration import DeviceCalibration
+from .recorded import results
 
 Row = dict[str, Any]
 
@@ -52,7 +51,7 @@ def combined(
     lengths: Collection[str] = LENGTHS,
     rungs: Collection[str] | None = None,
     window: float | None = None,
-    ramp: float = 1.0,
+    ramp: float | None = None,
     out: Path | None = None,
     calibration: DeviceCalibration | None = None,
     progress: bool = True,
@@ -62,22 +61,26 @@ def combined(
     Args:
         model: a shape, or the name of one, which gets random weights. None takes on a GPU the largest shape of
             :data:`SHAPES_TO_TRY` that fits, and on a CPU the embedded model with its real weights.
-        memory_limit: the cap in GiB; None is all of a GPU, and on a CPU room for three and a half full requests of
+        memory_limit: the cap in GiB; None is all of a GPU, and on a CPU room for two and a half full requests of
             the baseline.
         context: longest request; None is 4096 on a GPU and 256 on a CPU.
         lengths: "full" (every request fills the context) or the name of a length table.
         rungs: names of :data:`RUNGS`; None is the ladder, and on table lengths also what the ablation adds to it.
         window, ramp: seconds that are measured, after seconds that are not; a static batch is always measured whole.
-            None is 10 on a GPU and 2 on a CPU.
+            None is 10 and 1 on a GPU, 2 and 0 on a CPU.
         out: a JSON file that is written after each row. Rows it has are not measured again, and predictions it has
             are not made again.
-        calibration: of this device, for the predicted tokens/s.
+        calibration: of this device, for the predicted tokens/s; None is the recorded one on an H200, else none.
 
     ``predicted_concurrency`` is :func:`~labkit.kv_math.plan_capacity`'s pool under
     :func:`~labkit.experiments.combined_capacity.expected_concurrency`. A rung that cannot run says why under
     ``not_measured``. Raises ValueError for an unknown name.
     """
-    window = window or (10.0 if torch.cuda.is_available() else 2.0)
+    on_gpu = torch.cuda.is_available()
+    window = window or (10.0 if on_gpu else 2.0)
+    ramp = (1.0 if on_gpu else 0.0) if ramp is None else ramp
+    if calibration is None and on_gpu and "H200" in torch.cuda.get_device_name():
+        calibration = calibrate(recorded_rows())
     setting, rows = _plan(model, memory_limit, context, lengths, rungs, window, out, calibration, None)
     source = _Source(setting)
     due = [row for row in rows if row.get("tokens_per_second") is None]
@@ -126,6 +129,8 @@ def _plan(
     """The setting and a row for each length setting and rung, with its prediction."""
     if unknown := set(rungs or ()) - set(RUNGS):
         raise ValueError(f"rungs must be among {', '.join(RUNGS)}, got {', '.join(sorted(unknown))}")
+    for kind in set(lengths) - {"full"}:
+        LengthTable.load(kind)  # or ValueError, before anything is measured
     setting = _setting(model, memory_limit, context, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     earlier = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
     known = {tuple(row[key] for key in _KEY): row for row in earlier}
@@ -167,7 +172,7 @@ def _setting(model: str | ModelShape | None, memory_limit: float | None, context
     if memory_limit is None:
         widest = setting.shape_of(LADDER[0])
         request = widest.kv_spec(setting.dtype).bytes_for_request(context)
-        limit = (widest.weights_bytes(setting.dtype) + 3.5 * request) / GIB
+        limit = (widest.weights_bytes(setting.dtype) + 2.5 * request) / GIB
         setting = Setting(shape, device, round(limit, 6), context)
     return setting
 
@@ -232,7 +237,7 @@ def _measured(model: PreTrainedModel, setting: Setting, rung: Rung, row: Row, wi
         block_size=rung.block_size,
         gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
         max_num_seqs=setting.max_num_seqs(rung, row["lengths"]),
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens=setting.max_num_batched_tokens,
         enable_prefix_caching=rung.shares_prefix,
         kv_cache_dtype=rung.kv_cache_dtype,
         memory_limit=setting.memory_limit,
@@ -249,7 +254,7 @@ def _measured(model: PreTrainedModel, setting: Setting, rung: Rung, row: Row, wi
             "num_blocks": memory.num_blocks,
             "bytes_per_token": memory.bytes_per_token,
             "weights_bytes": memory.weights,
-            "set_aside_bytes": memory.activations + memory.graphs,
+            "set_aside_bytes": memory.activations + memory.graphs + memory.kv_tails,
         }
         if model.device.type == "cuda":
             figures["peak_memory_gib"] = torch.cuda.max_memory_reserved() / GIB
@@ -259,7 +264,8 @@ def _measured(model: PreTrainedModel, setting: Setting, rung: Rung, row: Row, wi
 @torch.inference_mode()
 def _fill_with_noise(llm: LLM) -> None:
     """Random K and V everywhere, so that nothing is faster than it would be with real ones."""
-    for tensor in llm.engine.executor.storage.tensors():  # type: ignore[attr-defined]
+    storage: KVStorage = llm.engine.executor.storage  # type: ignore[attr-defined]
+    for tensor in (*storage.tensors(), *storage.tails):
         if tensor.is_floating_point():
             tensor.uniform_(-1, 1)
         else:
@@ -268,7 +274,7 @@ def _fill_with_noise(llm: LLM) -> None:
 
 def _quality(policy: str) -> Row:
     """What the format costs the embedded model in perplexity, as recorded."""
-    found = next((row for row in recorded_quality() if row["policy"] == policy), None)
+    found = next((row for row in results("quality.json").get("rows", []) if row["policy"] == policy), None)
     return {"delta_ppl_percent": None if found is None else found["delta_ppl_percent"]}
 
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labkit.core import Engine
 from labkit.engine.decode_graphs import capture_sizes
 from labkit.kv_math import GIB, GPU, CapacityPlan, ModelShape, plan_capacity
 from labkit.memory import ContiguousKVManager, KVCacheManager, reserve_max
 from labkit.scheduling import Scheduler, SchedulerConfig, StaticScheduler
-from labkit.simulation import SimulatedExecutor
+from labkit.simulation import DeviceCalibration, SimulatedExecutor
 
 from .combined_capacity import expected_concurrency
 from .combined_rungs import Rung
 from .combined_traffic import Traffic, traffic
 from .combined_window import Load, steady_window
 
-if TYPE_CHECKING:
-    from labkit.simulation.calibration import DeviceCalibration
-
 GPU_MEMORY_UTILIZATION = 0.9
-MAX_NUM_BATCHED_TOKENS = 2048
 _BYTES_PER_GRAPH = 8 << 20  # launch records, as the engine's memory plan has them
 
 
@@ -46,6 +42,11 @@ class Setting:
         """Of weights and unquantised cache."""
         return "bfloat16" if self.device == "cuda" else "float32"
 
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Token budget of a step: enough to keep the device's arithmetic busy."""
+        return 2048 if self.device == "cuda" else 256
+
     def shape_of(self, rung: Rung) -> ModelShape:
         """The model with the rung's KV heads: one for each query head, or as many as divide them and are at most 8."""
         heads = self.shape.num_heads
@@ -59,23 +60,31 @@ class Setting:
     def plan(self, rung: Rung, max_num_seqs: int) -> CapacityPlan:
         """The closed form, with what the engine sets aside beside weights and pool."""
         shape = self.shape_of(rung)
+        kv_dtype = self.dtype if rung.kv_cache_dtype == "auto" else rung.kv_cache_dtype
+        tails = shape.kv_spec(kv_dtype, rung.block_size).bytes_for_tails(max_num_seqs, self.dtype)
         on_gpu = self.device == "cuda"
         capped = GPU("capped device", int(self.memory_limit * GIB), 1.0, 1.0, (9, 0), "memory_limit")
         return plan_capacity(
             capped,
             shape,
             dtype=self.dtype,
-            kv_dtype=rung.kv_cache_dtype,
+            kv_dtype=kv_dtype,
             block_size=rung.block_size,
             gpu_memory_utilization=GPU_MEMORY_UTILIZATION if on_gpu else 1.0,
-            activation_bytes=_set_aside(shape, max_num_seqs) if on_gpu else 0,
+            activation_bytes=tails + (_set_aside(shape, max_num_seqs, self.max_num_batched_tokens) if on_gpu else 0),
             max_model_len=self.context,
         )
 
     def max_num_seqs(self, rung: Rung, lengths: str) -> int:
-        """More than memory will hold, so that memory decides."""
-        expected = expected_concurrency(rung, self.traffic(rung, lengths), self.plan(rung, 256).num_blocks)
-        return min(int(1.2 * expected) + 12, MAX_NUM_BATCHED_TOKENS)
+        """More than memory will hold, so that memory decides; not many more, since each takes some of it."""
+        who, most = self.traffic(rung, lengths), self.max_num_batched_tokens
+        limit = 16
+        while limit < most:
+            expected = expected_concurrency(rung, who, self.plan(rung, limit).num_blocks)
+            if 1.15 * expected + 12 <= limit:
+                break
+            limit = min(most, limit + limit // 16 + 1)
+        return limit
 
     def predict(
         self, rung: Rung, lengths: str, seconds: float, calibration: DeviceCalibration | None
@@ -87,11 +96,22 @@ class Setting:
         concurrency = round(expected_concurrency(rung, who, plan.num_blocks))
         predicted: dict[str, Any] = {"predicted_concurrency": concurrency, "predicted_tokens_per_second": None}
         if calibration is not None:
-            engine = Engine(_scheduler(rung, plan, max_num_seqs), calibration.executor(self.shape_of(rung), plan.spec))
+            executor = calibration.executor(self.shape_of(rung), plan.spec)
+            engine = Engine(self.scheduler(rung, max_num_seqs), executor)
             figures = serve_window(engine, who, concurrency, seconds)
             predicted["predicted_tokens_per_second"] = figures["tokens_per_second"]
             predicted["predicted_itl_p99_s"] = figures["itl_p99_s"]
         return predicted
+
+    def scheduler(self, rung: Rung, max_num_seqs: int) -> Scheduler:
+        """The scheduler and allocator that the engine would have."""
+        plan = self.plan(rung, max_num_seqs)
+        config = SchedulerConfig(max_num_seqs, self.max_num_batched_tokens, self.context)
+        if rung.kv_allocator == "paged":
+            kv = KVCacheManager(plan.num_blocks, plan.spec.block_size, enable_prefix_caching=rung.shares_prefix)
+        else:
+            kv = ContiguousKVManager(plan.num_blocks, plan.spec.block_size, reserve_max(self.context))
+        return (StaticScheduler if rung.scheduler == "static" else Scheduler)(config, kv)
 
 
 def serve_window(engine: Engine, who: Traffic, concurrency: int, seconds: float, ramp: float = 0.0) -> dict[str, Any]:
@@ -109,21 +129,12 @@ def serve_window(engine: Engine, who: Traffic, concurrency: int, seconds: float,
     return steady_window(load, seconds, ramp)
 
 
-def _scheduler(rung: Rung, plan: CapacityPlan, max_num_seqs: int) -> Scheduler:
-    config = SchedulerConfig(max_num_seqs, MAX_NUM_BATCHED_TOKENS, plan.max_model_len)
-    if rung.kv_allocator == "paged":
-        kv = KVCacheManager(plan.num_blocks, plan.spec.block_size, enable_prefix_caching=rung.shares_prefix)
-    else:
-        kv = ContiguousKVManager(plan.num_blocks, plan.spec.block_size, reserve_max(plan.max_model_len))
-    return (StaticScheduler if rung.scheduler == "static" else Scheduler)(config, kv)
-
-
-def _set_aside(shape: ModelShape, max_num_seqs: int) -> int:
+def _set_aside(shape: ModelShape, max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """Bytes that the engine should set aside on a GPU: its largest step, and CUDA graphs."""
     sizes = capture_sizes(max_num_seqs)
     logits = 2 * sum(sizes) * shape.vocab_size
     graphs = _step_bytes(shape, max_num_seqs, max_num_seqs) + logits + len(sizes) * _BYTES_PER_GRAPH
-    return _step_bytes(shape, MAX_NUM_BATCHED_TOKENS, max_num_seqs) + graphs
+    return _step_bytes(shape, max_num_batched_tokens, max_num_seqs) + graphs
 
 
 def _step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int) -> int:

@@ -48,7 +48,7 @@ class Traffic:
         What has been generated so far counts as prompt, so total lengths are what they would be.
         """
         rng = np.random.default_rng(1)
-        which, progress = _evenly_spread(count, 2)
+        which, progress = _evenly_spread(count)
         chosen = np.searchsorted(np.cumsum(self.outputs) / self.outputs.sum(), which)
         ages = (progress * self.outputs[chosen]).astype(np.int64)
         for number, (i, age) in enumerate(zip(chosen, ages.tolist(), strict=True)):
@@ -79,19 +79,19 @@ def traffic(lengths: str, context: int, vocab_size: int, *, shares_prefix: bool 
         table = LengthTable.load(lengths)
         prompts, outputs = (
             _scaled([table.percentile(quantity, 100 * u) for u in column], context / _TABLE_CONTEXT)
-            for quantity, column in zip(("prompt_tokens", "output_tokens"), _evenly_spread(_SAMPLES, 2), strict=True)
+            for quantity, column in zip(("prompt_tokens", "output_tokens"), _evenly_spread(_SAMPLES), strict=True)
         )
         outputs = np.minimum(outputs, context // 2)
         prompts = np.minimum(prompts, context - outputs)
     return Traffic(context, vocab_size, prompts, outputs, context // 8 if shares_prefix else 0)
 
 
-def _evenly_spread(count: int, dimensions: int) -> NDArray[np.float64]:
-    """[dimensions, count] in [0, 1): the R sequence, any stretch of which covers the cube evenly (Roberts 2018)."""
-    root = 2.0
-    for _ in range(30):  # the positive root of x^(dimensions + 1) = x + 1
-        root = (1 + root) ** (1 / (dimensions + 1))
-    steps = root ** -np.arange(1.0, dimensions + 1)
+def _evenly_spread(count: int) -> NDArray[np.float64]:
+    """[2, count] in [0, 1): multiples of two irrational numbers, so that every stretch covers each axis evenly.
+
+    Source: Kronecker's sequence with the golden ratio and the square root of 2, the steps that spread best.
+    """
+    steps = np.array([(5**0.5 - 1) / 2, 2**0.5 - 1])
     return (0.5 + steps[:, None] * np.arange(1, count + 1)) % 1
 
 

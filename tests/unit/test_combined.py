@@ -1,0 +1,123 @@
+"""The combined experiment: what it predicts, what it reaches on a CPU, and what it makes of the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.experiments.combined_ladder import combined, predict_combined
+from labkit.experiments.combined_report import effects, ladder_table
+from labkit.experiments.combined_rungs import ABLATION, LADDER, RUNGS
+from labkit.experiments.combined_setting import Setting
+from labkit.experiments.combined_traffic import traffic
+from labkit.figures.combined import combined_ladder
+from labkit.kv_math import ModelShape, model_shape
+
+TINY = ModelShape("tiny", 2, 4, 4, 16, 64, 96, 256, 4096)
+
+
+def records(table: pd.DataFrame) -> list[Any]:
+    return table.to_dict("records")
+
+
+def test_traffic_fits_the_context_and_fills_it_where_it_should():
+    full, chat = traffic("full", 4096, 100), traffic("azure_conv", 4096, 100)
+    assert set(full.prompts + full.outputs) == {4096}
+    assert (chat.prompts + chat.outputs).max() <= 4096
+    assert np.mean(chat.prompts + chat.outputs) == pytest.approx(1366, rel=0.02)  # the trace's own mean
+    means = [chat.prompts[i : i + 128].mean() for i in range(0, 4096, 128)]
+    assert np.std(means) < 0.02 * np.mean(means)  # any short stretch has seen all lengths
+    for old in traffic("full", 64, 100).requests_met_under_way(20):
+        assert old.num_prompt_tokens + (old.sampling_params.max_tokens or 0) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [("+ GQA", "azure_conv"), ("+ INT8 KV", "full"), ("+ INT4 KV", "full"), ("+ shared prefix", "full")],
+)
+def test_the_closed_form_is_what_scheduler_and_allocator_reach(name: str, lengths: str):
+    from labkit.core import Engine
+    from labkit.experiments.combined_setting import serve_window
+    from labkit.simulation import SimulatedExecutor
+
+    setting = Setting(model_shape("llama-2-13b"), "cuda", 40.0, 4096)
+    expected = setting.predict(RUNGS[name], lengths, 1.0, None)["predicted_concurrency"]
+    scheduler = setting.scheduler(RUNGS[name], setting.max_num_seqs(RUNGS[name], lengths))
+    engine = Engine(scheduler, SimulatedExecutor(lambda plan: 0.01))
+    figures = serve_window(engine, setting.traffic(RUNGS[name], lengths), expected, 4.0)
+    assert figures["max_concurrency"] == pytest.approx(expected, rel=0.05)
+    assert figures["live_utilisation"] > 0.96
+
+
+def test_predictions_for_the_article_s_setting(tmp_path: Path):
+    rows = predict_combined("llama-2-13b", 40, out=tmp_path / "rows.json", window=1)
+    found = {(row["lengths"], row["rung"]): row["predicted_concurrency"] for row in records(rows)}
+    assert found["full", "baseline"] == 3
+    assert found["full", "+ INT8 KV"] >= 14 * 3
+    assert found["azure_conv", "+ INT8 KV"] == pytest.approx(138, rel=0.05)
+    assert len(rows) == 2 * len(LADDER) + len(RUNGS) - len(LADDER)
+    assert "predicted" in json.loads((tmp_path / "rows.json").read_text())
+
+
+def test_every_rung_runs_on_a_cpu_and_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch):
+    out = tmp_path / "combined.json"
+    rows = combined(TINY, lengths=["full"], window=0.3, out=out, progress=False)
+    by_rung = {row["rung"]: row for row in records(rows)}
+    for row in by_rung.values():
+        assert row["not_measured"] is None
+        assert row["max_concurrency"] == pytest.approx(row["predicted_concurrency"], rel=0.05, abs=1)
+        assert row["tokens_per_second"] > 0
+    assert by_rung["baseline"]["bytes_per_request"] == 2 * 2 * 4 * 16 * 4 * 256  # reserved whole
+    sizes = [by_rung[rung.name]["bytes_per_request"] for rung in LADDER]
+    assert sizes == sorted(sizes, reverse=True)
+
+    monkeypatch.setattr("labkit.experiments.combined_ladder.LLM", None)  # measuring anything would fail
+    again = combined(TINY, lengths=["full"], window=0.3, out=out, progress=False)
+    assert again["tokens_per_second"].tolist() == rows["tokens_per_second"].tolist()
+    assert json.loads(out.read_text())["provenance"]["gpu"] is None
+
+
+def test_a_rung_that_cannot_run_says_why(tmp_path: Path):
+    rows = combined(TINY, 1e-6, lengths=["full"], rungs=["baseline"], progress=False)
+    assert "does not fit" in rows["not_measured"].iloc[0]
+    with pytest.raises(ValueError, match="rungs must be among baseline, .*, got faster"):
+        combined(TINY, rungs=["faster"])
+    with pytest.raises(ValueError, match="unknown length table"):
+        combined(TINY, lengths=["short"])
+
+
+def made_up() -> pd.DataFrame:
+    factors = {"paged + continuous": 4.0, "GQA": 5.0, "INT8 KV": 2.0}
+    rows = []
+    for combination, rung in ABLATION.items():
+        product = float(np.prod([factors[name] for name in combination]))
+        figures = {"max_concurrency": 3 * product, "tokens_per_second": 100 * product, "bytes_per_request": 8 / product}
+        rows.append({"model": "m", "memory_limit_gib": 40.0, "lengths": "azure_conv", "rung": rung.name} | figures)
+    return pd.DataFrame(rows)
+
+
+def test_effects_that_multiply_have_the_same_factor_whatever_they_join():
+    table = effects(made_up())
+    assert len(table) == 7  # edges between the six combinations
+    found = {(row["effect"], row["concurrency"]) for row in records(table)}
+    assert found == {("GQA", 5), ("INT8 KV", 2), ("paged + continuous", 4)}
+
+
+def test_the_ladder_is_compared_with_its_baseline():
+    table = {row["rung"]: row for row in records(ladder_table(made_up()))}
+    assert list(table) == ["baseline", "+ continuous batching", "+ GQA", "+ INT8 KV"]
+    assert table["+ INT8 KV"]["speedup"] == 40
+    assert table["+ GQA"]["saving"] == pytest.approx(0.95)
+
+
+def test_the_figure_shows_one_ladder(tmp_path: Path):
+    rows = predict_combined("llama-2-13b", 40, lengths=["full"], window=1)
+    figure = combined_ladder(ladder_table(rows))
+    assert {trace["name"] for trace in figure.to_dict()["data"]} == {"measured", "predicted", "article's claim"}
+    with pytest.raises(ValueError, match="one ladder, got 2"):
+        combined_ladder(ladder_table(pd.concat([rows, rows.assign(lengths="azure_conv")])))
