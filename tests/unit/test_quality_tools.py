@@ -72,6 +72,21 @@ def test_scales_survive_a_file_and_serve_another_text(tiny_llama, tokens, tmp_pa
     assert 0 < (measured - exact).abs().mean() < 0.1
 
 
+def test_scales_are_measured_from_a_text_file(tiny_llama, tmp_path, monkeypatch):
+    from labkit.experiments import calibration as module
+
+    class Letters:
+        def encode(self, text: str, verbose: bool) -> list[int]:
+            return [ord(letter) for letter in text]
+
+    monkeypatch.setattr(module, "load_model", lambda name, device: (tiny_llama, Letters()))
+    (tmp_path / "a.txt").write_text("a text to calibrate on " * 10)
+    policy = module.calibrate_to_file(tmp_path / "s", tmp_path / "a.txt", dtype="fp8", per_head=True, ctx=64)
+    assert policy == KVPolicy.of(KVFormat("fp8_e4m3", PER_HEAD))
+    key = load_scales(tmp_path / "s", policy)[2].key
+    assert key is not None and key.scales.shape == (1, 2, 1)
+
+
 def test_what_lies_beyond_the_calibrated_range_saturates(tiny_llama, tokens):
     policy = KVPolicy.of(KVFormat("int8", PER_TENSOR), "float32")
     scales = calibrate(tiny_llama, tokens[:64], policy, ctx=64)
@@ -235,6 +250,23 @@ def test_recording_goes_on_where_it_stopped(tiny_llama, tokens, tmp_path, monkey
     assert record_quality(path, **options)[2]["rotate"]
     with pytest.raises(ValueError, match="policies must be among int8, int4, got int3"):
         record_quality(path, only=["int3"], **options)
+
+
+def test_tables_are_recorded_with_their_source(tiny_llama, tmp_path, monkeypatch):
+    from labkit.experiments import recorded_kv_tables as module
+
+    source = {"gpu": None, "commit": "abc", "date": "today"}
+    text = torch.randint(1, 120, (module.NUM_TOKENS + 1024,), generator=torch.Generator().manual_seed(0)).tolist()
+    monkeypatch.setattr(module, "embedded_setup", lambda device: (tiny_llama, text, source))
+    monkeypatch.setattr(module, "CALIBRATION_TOKENS", 1024)
+    rows = module.record_sensitivity(tmp_path / "layers.json", ["fp8", "int4"], num_tokens=1024)
+    assert [row["layer"] for row in rows] == [0, 1, 2] * 2 and rows[0]["device"] == "cpu"
+    tables = module.record_failures(tmp_path / "failures.json", num_tokens=1024)
+    assert len(tables["key_bias"]) == 3 * 8
+    module.record_fp8(tmp_path / "fp8.json", num_tokens=1024)
+    assert "no fp8 product ran" in json.loads((tmp_path / "fp8.json").read_text())["measured"]
+    for name in ("layers", "failures", "fp8"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())["provenance"] == source
 
 
 def test_the_spec_is_that_of_the_model(tiny_llama):
