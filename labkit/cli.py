@@ -204,6 +204,36 @@ def experiment_heads_command(
         typer.echo(f"{part}\n{table.to_string(index=False, float_format='{:,.2f}'.format)}\n")
 
 
+@experiment.command("combined")
+def experiment_combined_command(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A shape, with random weights; else the largest that fits, or the embedded model."),
+    ] = None,
+    memory_limit: Annotated[float | None, typer.Option(help="GiB for weights, KV cache and all else.")] = None,
+    context: Annotated[int | None, typer.Option(help="Longest request; else 4096 on a GPU, 256 on a CPU.")] = None,
+    lengths: Annotated[
+        list[str] | None,
+        typer.Option(help="full, or a shipped length table; may be repeated; else full and azure_conv."),
+    ] = None,
+    rung: Annotated[list[str] | None, typer.Option(help="A rung by name; may be repeated; else all.")] = None,
+    window: Annotated[float | None, typer.Option(help="Seconds measured; else 10 on a GPU, 2 on a CPU.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to complete: its rows are kept.")] = None,
+) -> None:
+    """Paging, continuous batching, fewer KV heads, fewer bits: requests at once and tokens/s, rung by rung."""
+    from labkit.experiments.combined_ladder import combined
+    from labkit.experiments.combined_report import effects, shown_ladder
+    from labkit.experiments.combined_traffic import LENGTHS
+
+    rows = combined(
+        model, memory_limit, context=context, lengths=lengths or LENGTHS, rungs=rung, window=window, out=out
+    )
+    typer.echo(shown_ladder(rows).to_string(index=False, float_format="{:,.3g}".format))
+    typer.echo(effects(rows).to_string(index=False, float_format="{:.2f}".format))
+    for name, lengths_of, why in rows[["rung", "lengths", "not_measured"]].dropna().itertuples(index=False):
+        typer.echo(f"{name}, {lengths_of}: not measured: {why}")
+
+
 @experiment.command("sensitivity")
 def experiment_sensitivity_command(
     out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("kv_sensitivity.json"),
