@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .pages import KVPages
-
 
 @triton.jit
 def copy_blocks_kernel(
@@ -25,14 +23,14 @@ def copy_blocks_kernel(
     tl.store(destination + dst * destination_stride + offset, values, mask=inside)
 
 
-def copy_blocks(kv: KVPages | Sequence[KVPages], src_dst: torch.Tensor) -> None:
-    """Copy blocks within the cache of one layer or of several.
+def copy_blocks(tensors: Sequence[torch.Tensor], src_dst: torch.Tensor) -> None:
+    """Copy blocks within a cache.
 
+    tensors: [num_blocks, ...] of any dtype: KVPages, `QuantisedKVPages.tensors`, or those of several layers in a list.
     src_dst: int64 [n, 2] on the cache's device, rows (from, to). No block may be both read and written.
     Raises TypeError or ValueError when src_dst has another dtype or shape.
     """
-    for layer in [kv] if isinstance(kv, KVPages) else kv:
-        _copy(layer, layer, src_dst)
+    _copy(tensors, tensors, src_dst)
 
 
 def swap_blocks(
@@ -43,7 +41,7 @@ def swap_blocks(
 ) -> None:
     """Copy blocks between two caches, one on the GPU and one in pinned host memory.
 
-    source, destination: tensors [num_blocks, ...] of equal blocks, pair by pair: KVPages, or all that a cache has.
+    source, destination: tensors [num_blocks, ...] of equal blocks, pair by pair, as for `copy_blocks`.
     src_dst: int64 [n, 2] on the GPU, rows (block in source, block in destination).
     One kernel reads or writes the pinned memory in place over the bus, so n scattered blocks are one launch and
     nothing is staged. It runs on `stream` (default: the current one), after the work already queued on the

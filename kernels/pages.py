@@ -90,6 +90,12 @@ class QuantisedKVPages(NamedTuple):
     def num_kv_heads(self) -> int:
         return self.k.codes.shape[1]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that has blocks: what is copied, swapped and evicted together. Fixed scales have none."""
+        num_blocks = self.k.codes.shape[0]
+        return [part for part in (*self.k, *self.v) if part is not None and part.shape[0] == num_blocks]
+
 
 def check_attention_inputs(
     q: torch.Tensor,

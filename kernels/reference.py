@@ -78,16 +78,13 @@ def write_kv(k_new: torch.Tensor, v_new: torch.Tensor, kv: KVPages, slot_mapping
             kv.v[block, :, offset] = v_new[token]
 
 
-def copy_blocks(kv: KVPages | Sequence[KVPages], src_dst: torch.Tensor) -> None:
-    """Copy whole blocks inside the cache of one or several layers; src_dst int64 [n, 2]."""
-    for layer in [kv] if isinstance(kv, KVPages) else kv:
-        for src, dst in src_dst.tolist():
-            layer.k[dst] = layer.k[src]
-            layer.v[dst] = layer.v[src]
+def copy_blocks(tensors: Sequence[torch.Tensor], src_dst: torch.Tensor) -> None:
+    """Copy whole blocks inside tensors [num_blocks, ...]; src_dst int64 [n, 2]."""
+    swap_blocks(tensors, tensors, src_dst)
 
 
-def swap_blocks(source: KVPages, destination: KVPages, src_dst: torch.Tensor) -> None:
+def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tensor], src_dst: torch.Tensor) -> None:
     """Copy whole blocks between two caches, such as GPU and pinned host memory; src_dst int64 [n, 2]."""
-    for src, dst in src_dst.tolist():
-        destination.k[dst] = source.k[src].to(destination.k.device)
-        destination.v[dst] = source.v[src].to(destination.v.device)
+    for of, to in zip(source, destination, strict=True):
+        for src, dst in src_dst.tolist():
+            to[dst] = of[src].to(to.device)

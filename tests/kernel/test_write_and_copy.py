@@ -54,17 +54,46 @@ def test_write_kv_of_nothing_and_of_padding_only():
 def test_copy_blocks_of_several_layers():
     from labkit.kernels import copy_blocks, reference
 
-    layers = [make_cache(heads=(3, 80, 64), dtype=torch.float16) for _ in range(2)]
-    expected = [clone(kv) for kv in layers]
+    tensors = [tensor for _ in range(2) for tensor in make_cache(heads=(3, 80, 64), dtype=torch.float16)]
+    expected = [tensor.clone() for tensor in tensors]
     pairs = torch.tensor([[0, 3], [1, 5], [1, 4]], device=DEVICE)
-    copy_blocks(layers, pairs)
+    copy_blocks(tensors, pairs)
     reference.copy_blocks(expected, pairs)
-    for got, want in zip(layers, expected, strict=True):
-        assert torch.equal(got.k, want.k)
-        assert torch.equal(got.v, want.v)
-    copy_blocks(layers[0], torch.zeros(0, 2, dtype=torch.int64, device=DEVICE))
+    for got, want in zip(tensors, expected, strict=True):
+        assert torch.equal(got, want)
+    copy_blocks(tensors, torch.zeros(0, 2, dtype=torch.int64, device=DEVICE))
     with pytest.raises(ValueError, match="src_dst must be"):
-        copy_blocks(layers[0], torch.tensor([0, 3]))
+        copy_blocks(tensors, torch.tensor([0, 3]))
+
+
+def quantised_cache(num_blocks):
+    """int4 K with a scale a channel, fp8 V with one scale a layer: odd sizes of all kinds, and random bytes."""
+    from labkit.kernels import QuantisedKVPages, QuantisedPages
+
+    def random(*shape, dtype=torch.uint8):
+        size = torch.empty(0, dtype=dtype).element_size()
+        return torch.randint(0, 100, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, device=DEVICE).view(dtype)
+
+    zero_points = random(num_blocks, 3, 1, 40, dtype=torch.float16)
+    k = QuantisedPages(random(num_blocks, 3, 5, 20), random(num_blocks, 3, 1, 40, dtype=torch.float16), zero_points)
+    v = QuantisedPages(random(num_blocks, 3, 5, 33, dtype=torch.float8_e4m3fn), torch.ones(1, 1, 1, 1, device=DEVICE))
+    return QuantisedKVPages(k, v, 40, 33)
+
+
+def test_scales_and_zero_points_are_copied_and_swapped_with_their_blocks():
+    from labkit.kernels import copy_blocks, reference, swap_blocks
+
+    kv, other = quantised_cache(6), quantised_cache(4)
+    assert len(kv.tensors) == 4, "the scale of the whole layer has no blocks"
+    expected = [tensor.clone() for tensor in kv.tensors]
+    pairs = torch.tensor([[0, 3], [1, 5]], device=DEVICE)
+    copy_blocks(kv.tensors, pairs)
+    reference.copy_blocks(expected, pairs)
+    for got, want in zip(kv.tensors, expected, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    swap_blocks(kv.tensors, other.tensors, torch.tensor([[5, 0], [2, 3]], device=DEVICE))
+    for got, want in zip(other.tensors, kv.tensors, strict=True):
+        assert torch.equal(got.view(torch.uint8)[[0, 3]], want.view(torch.uint8)[[5, 2]])
 
 
 def test_swap_blocks_between_two_caches():
