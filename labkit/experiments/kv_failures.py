@@ -67,20 +67,26 @@ def synthetic_keys(seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]
     return {"Gaussian": (q, k), "outlier channels": (q, k * scale), "constant offset": (q, k + shift)}
 
 
-def layer_keys(model: PreTrainedModel, token_ids: Sequence[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k of a layer for one window of all ``token_ids``; of the query heads that share a KV head, the first."""
-    seen = {}
+class _KeepKeys:
+    """q and k of every layer; of the query heads that share a KV head, the first."""
 
-    def keep(number: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if number == layer:
-            seen["q"], seen["k"] = q[:, :: q.shape[1] // k.shape[1]].clone(), k.clone()
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(
+        self, layer: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if layer is not None:
+            self.layers[layer] = q[:, :: q.shape[1] // k.shape[1]].clone(), k.clone()
         return q, k, v
 
-    for _ in window_logits(model, token_ids, keep, ctx=len(token_ids)):  # pyright: ignore[reportArgumentType]
+
+def layer_keys(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """q and k [num_tokens, num_kv_heads, D] of every layer, for one window of all ``token_ids``."""
+    keep = _KeepKeys()
+    for _ in window_logits(model, token_ids, keep, ctx=len(token_ids)):
         pass
-    if not seen:
-        raise ValueError(f"layer must be one of the layers with a cache of their own, got {layer}")
-    return seen["q"], seen["k"]
+    return keep.layers
 
 
 def outlier_ratio(k: torch.Tensor) -> float:
@@ -91,8 +97,7 @@ def outlier_ratio(k: torch.Tensor) -> float:
 
 def failure_table(model: PreTrainedModel, token_ids: Sequence[int]) -> pd.DataFrame:
     """:func:`key_errors` of the synthetic cases, and of the real keys of the layer with the widest channel."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    real = {layer: layer_keys(model, token_ids, layer) for layer in range(num_layers)}
+    real = layer_keys(model, token_ids)
     worst = max(real, key=lambda layer: outlier_ratio(real[layer][1]))
     cases = synthetic_keys() | {f"layer {worst} of {model.config.name_or_path}": real[worst]}
     tables = [key_errors(q, k).assign(case=case, outlier_ratio=outlier_ratio(k)) for case, (q, k) in cases.items()]

@@ -40,8 +40,8 @@ def record_failures(path: Path, *, num_tokens: int = 2048, device: str = "cpu") 
     """Errors of synthetic and real keys ("keys"), and what a key bias costs ("key_bias"), written to ``path``."""
     model, token_ids, source = embedded_setup(device)
     keys = failure_table(model, token_ids[:256]).to_dict("records")
-    text = Path(TEXT).name
-    biased = key_bias_quality(model, token_ids[:num_tokens], _KEY_BIASES, text=text, progress=True)
+    text, ctx = Path(TEXT).name, min(1024, num_tokens)
+    biased = key_bias_quality(model, token_ids[:num_tokens], _KEY_BIASES, text=text, ctx=ctx, progress=True)
     write_results(path, {"measured": HOW, "provenance": source, "keys": keys, "key_bias": biased})
     return {"keys": keys, "key_bias": biased}
 
