@@ -58,7 +58,7 @@ class HeadBudget:
     @classmethod
     def for_device(cls, device: torch.device) -> HeadBudget:
         if device.type == "cuda":
-            return cls(UptrainSettings(steps=120), long_steps=1500)
+            return cls(UptrainSettings(steps=120), long_steps=600)
         return cls(UptrainSettings(steps=2, ctx=128, batch_size=1), 4, 2048, 1024, num_evals=2)
 
 
@@ -189,13 +189,14 @@ def uptraining_runs(budget: HeadBudget, num_kv_heads: int) -> dict[str, HeadRun]
     """Short runs that differ in one thing each, a control that converts nothing, and a long run of the best way."""
     have, short = num_kv_heads, budget.short
     mean: Conversions = ((1, "mean"),)
+    svd: Conversions = ((1, "svd"),)
     return {
         f"{have} -> 1 by mean, distilled": HeadRun(mean, True, short),
         f"{have} -> 1 by mean, distilled without layer errors": HeadRun(mean, True, replace(short, hidden_weight=0.0)),
         f"{have} -> 1 by mean, next token": HeadRun(mean, False, short),
-        f"{have} -> 1 by svd, distilled": HeadRun(((1, "svd"),), True, short),
+        f"{have} -> 1 by svd, distilled": HeadRun(svd, True, short),
         f"{have}, next token (control)": HeadRun((), False, short),
-        f"{have} -> 1 by mean, distilled, long": HeadRun(mean, True, replace(short, steps=budget.long_steps)),
+        f"{have} -> 1 by svd, distilled, long": HeadRun(svd, True, replace(short, steps=budget.long_steps)),
     }
 
 

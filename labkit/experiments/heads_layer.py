@@ -63,7 +63,8 @@ def layer_rows() -> list[dict[str, Any]]:
 
     attention_us: the paged decode kernel. projections_us: q, k, v in one product, and o. mlp_us: gate and up in one
     product, and down. layer_us: all in one go. Norms, RoPE and the writing of one token's K and V are left out: they
-    are the same for all, or nearly. Times are of CUDA graphs, medians of five windows, over caches that L2 cannot hold.
+    are the same for all, or nearly. Times are of CUDA graphs, medians of five windows, over up to 16 caches in turn, so
+    that none finds its K and V in L2 (but in the smallest case: 16 x 2 MiB fit).
     """
     from labkit.kernels.measure import PagePool, time_calls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from labkit.experiments.heads_layer import attention_flops, flops_rows
 from labkit.experiments.heads_results import HeadsResults, heads_tables
 from labkit.experiments.kv_quality import window_nll
 from labkit.experiments.uptrain import UptrainSettings
+from labkit.paths import data_path
 
 BUDGET = HeadBudget(UptrainSettings(steps=4, ctx=16, batch_size=2, lr=3e-3), long_steps=12, eval_ctx=32, num_evals=2)
 
@@ -43,7 +45,7 @@ def test_conversion_and_uptraining_of_a_tiny_model(tiny_llama: PreTrainedModel, 
     uptraining_rows(tiny_llama, texts, BUDGET, results, checkpoints=tmp_path / "checkpoints")
     runs = {row["name"]: row for row in results.rows if row["part"] == "uptraining"}
     assert len(runs) == 6 and all(row["finished"] for row in runs.values())
-    long = runs["2 -> 1 by mean, distilled, long"]
+    long = runs["2 -> 1 by svd, distilled, long"]
     assert [point["step"] for point in long["curve"]] == [0, 6, 12]
     assert long["tokens"] == 12 * 2 * 16 and long["epochs"] == 2
     assert long["last_loss"] < long["first_loss"]
@@ -100,12 +102,44 @@ def test_sharing_kv_heads_saves_bytes_not_products_with_them() -> None:
 
 
 def test_training_and_held_out_text_share_no_paragraph() -> None:
-    import lzma
-
-    from labkit.paths import data_path
-
     novels = lzma.decompress(data_path(heads.TRAINING_TEXT).read_bytes()).decode()
     held_out = data_path(heads.HELD_OUT_TEXT).read_text().split("\n\n")
     training = set(novels.split("\n\n"))
     assert len(training) > 5000
     assert not [paragraph for paragraph in held_out if len(paragraph) > 40 and paragraph in training]
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[dict]:
+    results = json.loads(data_path("results/h200/heads.json").read_text())
+    assert results["provenance"]["gpu"] == "NVIDIA H200" and results["provenance"]["commit"]
+    return results["rows"]
+
+
+def test_recorded_conversions_are_exact_or_ruinous(recorded: list[dict]) -> None:
+    ppl = {row["name"]: row["ppl"] for row in recorded if row["part"] == "conversion"}
+    assert ppl["3"] == pytest.approx(39.2635, abs=0.001)  # also measured on a CPU
+    assert ppl["3 -> 9 by repeat"] == pytest.approx(ppl["3"], abs=1e-3)
+    assert ppl["3 -> 9 by repeat -> 3 by mean"] == ppl["3"]
+    assert ppl["3 -> 9 by repeat -> 1 by mean"] == pytest.approx(ppl["3 -> 1 by mean"])
+    assert 10_000 < ppl["3 -> 1 by mean"] < ppl["3 -> 1 by svd"] < ppl["3 -> 1 by first"]
+
+
+def test_recorded_uptraining_recovers_and_distillation_recovers_most(recorded: list[dict]) -> None:
+    runs = {row["name"]: row for row in recorded if row["part"] == "uptraining"}
+    assert all(
+        row["finished"] and row["tokens"] == 120 * 16 * 1024 for row in runs.values() if "long" not in row["name"]
+    )
+    ways = ("svd, distilled", "mean, distilled", "mean, distilled without layer errors", "mean, next token")
+    ppl = [runs[f"3 -> 1 by {way}"]["ppl"] for way in ways]
+    assert ppl == sorted(ppl) and ppl[0] < 50 and ppl[-1] < 70
+    assert all(row["ppl_other_domain"] > 200 for row in runs.values() if "-> 1" in row["name"])  # five novels are few
+
+
+def test_recorded_layer_shows_what_fewer_kv_heads_buy(recorded: list[dict]) -> None:
+    layer = {(r["num_kv_heads"], r["batch"], r["context"]): r for r in recorded if r["part"] == "decode layer"}
+    assert len(layer) == 12
+    full = [layer[n, 64, 4096] for n in (64, 8, 1)]
+    assert [row["kv_bytes"] for row in full] == [8 * 2**30, 2**30, 2**27]
+    assert full[0]["attention_us"] > 7 * full[1]["attention_us"] > 7 * 5 * full[2]["attention_us"]
+    assert full[0]["layer_us"] > 3 * full[1]["layer_us"]
