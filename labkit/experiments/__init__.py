@@ -1,11 +1,11 @@
 """Is it true?
 
 One function for each published experiment, returning a tidy table; :func:`provenance` says where a measured number
-comes from. Exports :func:`bench_serve` with the workloads it runs. :mod:`labkit.experiments.kv_quality` measures what a
-KV format costs in perplexity, :mod:`~labkit.experiments.heads` what fewer KV heads cost and
-:mod:`~labkit.experiments.uptrain` gives back. Without a model, on the simulator: :mod:`~labkit.experiments.fragmentation`,
-:mod:`~labkit.experiments.prefix_hits`, :mod:`~labkit.experiments.sweep`, and
-:mod:`~labkit.experiments.simulator_validation`. What needs torch is loaded on first use.
+comes from. Exports :func:`bench_serve` with the workloads it runs. :mod:`labkit.experiments.kv_quality` measures what
+a KV format costs in perplexity, :mod:`~labkit.experiments.heads` what fewer KV heads cost and
+:mod:`~labkit.experiments.uptrain` gives back. Without a model, on the simulator:
+:mod:`~labkit.experiments.fragmentation`, :mod:`~labkit.experiments.prefix_hits`, :mod:`~labkit.experiments.sweep`,
+and :mod:`~labkit.experiments.simulator_validation`. What needs torch is loaded on first use.
 """
 
 from __future__ import annotations
