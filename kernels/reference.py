@@ -9,19 +9,40 @@ from collections.abc import Sequence
 
 import torch
 
-from .pages import KVPages
+from .pages import KVPages, QuantisedKVPages, QuantisedPages
 
 
-def gather_sequence(pages: torch.Tensor, block_table_row: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Copy one sequence out of the cache: pages [num_blocks, heads, block_size, D] -> [heads, seq_len, D]."""
-    num_kv_heads, block_size, head_dim = pages.shape[1:]
-    blocks = pages[block_table_row[: -(-seq_len // block_size)].long()]  # [n, heads, block_size, D]
-    return blocks.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :seq_len]
+def dequantise(pages: QuantisedPages, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """What pages stand for, code * scale + zero_point: [num_blocks, num_kv_heads, block_size, head_dim]."""
+    codes, scales, zero_points = pages
+    if codes.shape[3] != head_dim:  # int4: two codes a byte, symmetric ones stored as + 8
+        codes = torch.cat([codes & 15, codes >> 4], dim=3).to(dtype) - (8 if zero_points is None else 0)
+    values = codes.to(dtype)
+    if scales is not None:
+        values = values.unflatten(3, (scales.shape[3], -1)) * scales[..., None].to(dtype)
+        if zero_points is not None:
+            values = values + zero_points[..., None].to(dtype)
+        values = values.flatten(3)
+    return values
+
+
+def gather_sequence(
+    pages: QuantisedPages, tails: torch.Tensor | None, tail_row: int, head_dim: int,
+    block_table_row: torch.Tensor, seq_len: int, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Copy one sequence out of the cache, dequantised: [num_kv_heads, seq_len, head_dim]."""
+    blocks = block_table_row[: -(-seq_len // pages.codes.shape[2])].long()
+    # by bytes, since torch cannot index float8
+    own = (p if p is None or p.shape[0] == 1 else p.view(torch.uint8)[blocks].view(p.dtype) for p in pages)
+    values = dequantise(QuantisedPages(*own), head_dim, dtype)
+    if tails is not None and seq_len % values.shape[2]:  # the last block is not full yet
+        values[-1] = tails[tail_row].to(dtype)
+    return values.transpose(0, 1).flatten(1, 2)[:, :seq_len]
 
 
 def paged_attention(
     q: torch.Tensor,
-    kv: KVPages,
+    kv: KVPages | QuantisedKVPages,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -31,6 +52,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    tail_rows: torch.Tensor | None = None,
     workspace: object = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -39,8 +61,10 @@ def paged_attention(
     Query i of a sequence with query_len new tokens sits at position seq_len - query_len + i and sees position j
     iff 0 <= i - j < sliding_window (positions; no lower bound without a window).
     """
+    if isinstance(kv, KVPages):
+        kv = QuantisedKVPages(QuantisedPages(kv.k), QuantisedPages(kv.v), kv.k.shape[3], kv.v.shape[3])
     if out is None:
-        out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
+        out = q.new_empty(q.shape[0], q.shape[1], kv.head_dim_v)
     out.zero_()
     group = q.shape[1] // kv.num_kv_heads
     for s in range(seq_lens.shape[0]):
@@ -48,8 +72,10 @@ def paged_attention(
         seq_len, query_len = int(seq_lens[s]), last - first
         if seq_len == 0 or query_len == 0:
             continue
-        k = gather_sequence(kv.k, block_table[s], seq_len).to(q.dtype).repeat_interleave(group, 0)
-        v = gather_sequence(kv.v, block_table[s], seq_len).to(q.dtype).repeat_interleave(group, 0)
+        row = 0 if tail_rows is None else int(tail_rows[s])
+        k = gather_sequence(kv.k, kv.k_tail, row, kv.head_dim_k, block_table[s], seq_len, q.dtype)
+        v = gather_sequence(kv.v, kv.v_tail, row, kv.head_dim_v, block_table[s], seq_len, q.dtype)
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         scores = torch.einsum("qhd,hkd->hqk", q[first:last], k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
