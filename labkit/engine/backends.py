@@ -1,4 +1,4 @@
-"""Which paged attention runs: `torch` or `triton`."""
+"""Which paged attention runs: `torch`, `triton`, or, to compare a quantised cache with, `unfused`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def choose_backend(device: torch.device | str) -> tuple[str, str]:
 def load_backend(name: str, device: torch.device) -> tuple[str, Backend]:
     """The backend of that name, or for "auto" the one that :func:`choose_backend` says, with its name.
 
-    Raises ValueError for `triton` where no kernel can run.
+    Raises ValueError for the others than `torch` where no kernel can run.
     """
     if name == "auto":
         name, reason = choose_backend(device)
@@ -81,9 +81,13 @@ def load_backend(name: str, device: torch.device) -> tuple[str, Backend]:
         return name, TorchPagedAttention
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"attention_backend='triton' needs a CUDA device, got {device.type}: use 'torch', or set "
+            f"attention_backend={name!r} needs a CUDA device, got {device.type}: use 'torch', or set "
             "TRITON_INTERPRET=1 before Python starts to run the kernels in Triton's interpreter, which is very slow"
         )
+    if name == "unfused":
+        from .unfused_attention import UnfusedBackend
+
+        return name, UnfusedBackend()
     from .triton_attention import TritonBackend
 
     return name, TritonBackend()

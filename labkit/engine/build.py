@@ -81,7 +81,7 @@ class EngineOptions:
             raise TypeError(f"seed must be an integer, got {self.seed!r}")
         _require_one_of("kv_allocator", self.kv_allocator, KV_ALLOCATORS)
         _require_one_of("scheduler", self.scheduler, SCHEDULERS)
-        _require_one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
+        _require_one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton", "unfused"))
         if self.swap_space and self.kv_allocator != "paged":
             raise ValueError(
                 f"swap_space must be 0 with kv_allocator={self.kv_allocator!r}, got {self.swap_space}: only the paged "
@@ -265,7 +265,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
         )
         host_blocks = HostBlocks(storage, memory.num_host_blocks) if memory.num_host_blocks else None
         executor = ModelExecutor(model, storage, backend, options.max_num_seqs, host_blocks)
-        if backend_name == "triton":
+        if backend_name != "torch":
             executor.warm_up()
         if captures_graphs:
             executor.capture_graphs(options.max_num_seqs, -(-memory.max_model_len // memory.block_size))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from labkit import kernels
@@ -40,7 +42,16 @@ class TritonPagedAttention:
     def write(self, k: torch.Tensor, v: torch.Tensor, kv: KVPages | QuantisedKVPages) -> None:
         """Put the step's K and V [num_tokens, num_kv_heads, D] into their slots, or tails."""
         if isinstance(kv, QuantisedKVPages):
-            raise NotImplementedError("quantised pages have no kernels yet: use attention_backend='torch'")
+            kernels.write_quantised_kv(
+                _unit_stride(k),
+                _unit_stride(v),
+                kv,
+                self._batch.slot_mapping,
+                seq_lens=self._batch.seq_lens,
+                query_start_loc=self._batch.query_start_loc,
+                tail_rows=self._batch.tail_rows,
+            )
+            return
         kernels.write_kv(_unit_stride(k), _unit_stride(v), kv, self._batch.slot_mapping)
 
     def rotate(
@@ -86,20 +97,21 @@ class TritonPagedAttention:
     ) -> torch.Tensor:
         """Causal attention of q [num_tokens, num_q_heads, D_k] over the cache: [num_tokens, num_q_heads, D_v]."""
         if isinstance(kv, QuantisedKVPages):
-            raise NotImplementedError("quantised pages have no kernels yet: use attention_backend='torch'")
-        batch = self._batch
+            raise NotImplementedError("quantised pages have no attention kernel yet: use attention_backend='unfused'")
+        return self._attend(
+            q, kv, self._batch.block_table, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+        )
+
+    def _attend(self, q: torch.Tensor, kv: KVPages, block_table: torch.Tensor, **options: Any) -> torch.Tensor:
         return kernels.paged_attention(
             _unit_stride(q),
             kv,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            scale=scale,
+            block_table,
+            self._batch.seq_lens,
+            self._batch.query_start_loc,
             max_query_len=self._max_query_len,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
             workspace=self._backend.workspace(kv),
+            **options,
         )
 
 
