@@ -1,6 +1,6 @@
 """Does the simulator tell the truth? Its predictions beside what was recorded on an H200.
 
-python -m labkit.experiments.simulator_validation     writes data/results/simulator_validation.json, docs/simulation.md
+``labkit experiment simulator`` prints them; docs/simulation.md shows them.
 """
 
 from __future__ import annotations

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from labkit.experiments.simulation_document import PAGE, recorded
 from labkit.experiments.simulator_validation import validate
 from labkit.kv_math import model_shape
+from labkit.paths import data_path
 from labkit.scheduling import Request, SamplingParams, ScheduledRequest, StepPlan
 from labkit.simulation import DeviceCalibration, calibrate, recorded_rows
 
+FIGURES = ("predicted", "measured", "error")
 
-def test_rates_and_step_times_are_predicted_within_15_percent() -> None:
-    rows = validate()
-    checked = [row for row in rows if not row["fitted"]]
+
+@pytest.fixture(scope="module")
+def validated() -> list[dict]:
+    return validate()
+
+
+def test_rates_and_step_times_are_predicted_within_15_percent(validated: list[dict]) -> None:
+    checked = [row for row in validated if not row["fitted"]]
     assert {row["model"] for row in checked} == {"llama-2-7b", "llama-3-8b", "smollm2-135m"}
-    for row in rows:
+    for row in validated:
         allowed = 0.20 if row["quantity"] == "itl_p99_s" else 0.15  # a tail of few steps, neither rate nor step time
         assert abs(row["error"]) < allowed, row
 
@@ -70,3 +80,12 @@ def test_missing_rows_are_named() -> None:
         calibrate(rows[1:])
     with pytest.raises(ValueError, match='serving requests "at once", got none'):
         calibrate(rows[:-1])
+
+
+def test_the_shipped_table_and_page_are_what_the_recorded_results_give(validated: list[dict]) -> None:
+    # If this fails after new recordings: labkit experiment simulator --out data/results/simulation/simulator.json, then
+    # python -m labkit.experiments.simulation_document
+    shipped = json.loads(data_path("results/simulation/simulator.json").read_text(encoding="utf-8"))["rows"]
+    for row, recomputed in zip(shipped, validated, strict=True):
+        assert row == {**recomputed, **{name: pytest.approx(recomputed[name], rel=1e-3, abs=1e-3) for name in FIGURES}}
+    assert PAGE.read_text(encoding="utf-8") == recorded()
