@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import lesson_01, lesson_02, lesson_03, lesson_04
+from . import lesson_01, lesson_02, lesson_03, lesson_04, lesson_05
 from .exercise import Exercise, Failed, Report, solution_source
 
-EXERCISES: dict[str, Exercise] = {
-    exercise.id: exercise for module in (lesson_01, lesson_02, lesson_03, lesson_04) for exercise in module.EXERCISES
-}
+_LESSONS = (lesson_01, lesson_02, lesson_03, lesson_04, lesson_05)
+EXERCISES: dict[str, Exercise] = {exercise.id: exercise for lesson in _LESSONS for exercise in lesson.EXERCISES}
 _hints_given: dict[str, int] = {}
 
 
