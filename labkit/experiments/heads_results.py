@@ -44,7 +44,8 @@ class HeadsResults:
         return next((row for row in self.rows if values.items() <= row.items()), {})
 
     def put(self, row: Row) -> None:
-        """Add ``row``, in place of an earlier one of the same thing, and write the file."""
+        """Add ``row``, in place of an earlier one of the same thing, with commit and date, and write the file."""
+        row = row | {stamp: self.source[stamp] for stamp in ("commit", "date")}
         key = [row.get(name) for name in _KEYS]
         same = [i for i, other in enumerate(self.rows) if [other.get(name) for name in _KEYS] == key]
         if same:
