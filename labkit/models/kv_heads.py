@@ -75,7 +75,8 @@ def convert_kv_heads(
             "svd" takes the shared head that is closest to its group in the least-squares sense, after what the query
             side can absorb: any mixing of V channels (into o_proj), but of K only one complex factor for each head and
             rotated channel pair (into q_proj), since nothing else commutes with RoPE. Where K is normalised
-            (q_norm, k_norm) it can absorb nothing, and K is averaged.
+            (q_norm, k_norm) it can absorb nothing, and K is averaged. For SmolLM2 the best start of uptraining, though
+            not the best model before it (docs/heads.md).
 
     Heads of a trained model differ, so all but "repeat" destroy it until it is uptrained (5 % of pre-training in
     Ainslie et al., "GQA", 2023, section 2.1): with SmolLM2's 3 heads averaged to 1, perplexity goes from 39 to
