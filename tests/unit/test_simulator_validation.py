@@ -1,4 +1,4 @@
-"""The simulator's constants come from recorded results, and its predictions hold on others."""
+"""The simulator's constants come from recorded results, and meet others that set none of them."""
 
 from __future__ import annotations
 
