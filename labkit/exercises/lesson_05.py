@@ -44,9 +44,8 @@ def _judge_gqa(attempt: Callable[..., torch.Tensor]) -> None:
         (heads, kv_heads), tokens = case
         torch.manual_seed(tokens)
         q, (k, v) = torch.randn(tokens, heads, 8), torch.randn(2, tokens, kv_heads, 8)
-        expected = scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
-        )[0].transpose(0, 1)
+        by_head = (q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+        expected = scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
         got = attempt(q, k, v)
         if not isinstance(got, torch.Tensor) or got.shape != q.shape:
             shape = tuple(got.shape) if isinstance(got, torch.Tensor) else type(got).__name__

@@ -7,6 +7,7 @@ prints the source of a class or function.
 """
 
 from .batch_timeline import batch_timeline
+from .claim_card import claim_cards
 from .memory import memory_split, memory_timeline
 from .simulation import (
     predicted_against_measured,
@@ -19,6 +20,7 @@ from .usage import usage_timeline
 
 __all__ = [
     "batch_timeline",
+    "claim_cards",
     "memory_split",
     "memory_timeline",
     "predicted_against_measured",

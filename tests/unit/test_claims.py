@@ -88,3 +88,32 @@ def test_blocks_gain_more_where_lengths_differ_more():
     gains = [row["value"] for row in gain_by_spread()]
     assert gains == sorted(gains)
     assert gains[-1] > 2 * gains[1]
+
+
+def test_cards_show_verdict_numbers_and_what_was_recorded():
+    from labkit.figures import claim_cards
+
+    cards = claim_cards("A6", "A27")
+    assert "50.00 GiB" in str(cards) and "[wrong]" in str(cards)
+    html = cards._repr_html_()
+    assert html.count("<article") == 2 and "Recorded:" in html and "H200" in html
+    wrong = claim_cards(verdict="wrong")
+    assert {claim.verdict for claim in wrong.claims} == {"wrong"} and len(wrong.claims) > 10
+    with pytest.raises(ValueError, match="'false'"):
+        claim_cards(verdict="false")
+    with pytest.raises(ValueError, match="'C1'"):
+        claim_cards("C1")
+
+
+def test_what_was_measured_here_stands_on_the_card(tmp_path):
+    import json
+
+    from labkit.experiments.claims.evidence import measured_here
+    from labkit.figures import claim_cards
+
+    assert measured_here(tmp_path / "none.json") == []
+    row = {"claim": "A6", "quantity": "KV cache allocated", "setting": "fp16", "value": 50.0, "unit": "GiB"}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"provenance": {"gpu": "My GPU", "commit": "abc"}, "rows": [row]}))
+    text = str(claim_cards("A6", here=measured_here(path)))
+    assert "here: KV cache allocated (fp16): 50 GiB [mine.json, My GPU, commit abc]" in text

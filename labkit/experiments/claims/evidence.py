@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One measured figure. ``where``: the result file under data/results, its device and commit."""
+    """One measured figure. ``where``: the file it is from, its device and commit."""
 
+    claim_id: str
     quantity: str
     setting: str
     value: float
@@ -68,8 +70,11 @@ _BY_BLOCK_SIZE = Lookup(
     ("heads", "block_size"),
 )
 _PREEMPTION = Lookup("h200/engine.json", {"op": "preemption"}, "tokens_per_second", "preemption", "tokens/s", ("by",))
-_HEADS = Lookup("h200/heads.json", {"op": "decode layer"}, "us", "decode layer", "us", ("kv_heads",))
-_UPTRAINING = Lookup("h200/heads.json", {"op": "conversion"}, "ppl", "perplexity", "", ("kv_heads", "stage"))
+_HEADS = Lookup(
+    "h200/heads.json", {"part": "decode layer"}, "layer_us", "decode layer", "us", ("num_kv_heads", "batch", "context")
+)
+_CONVERSION = Lookup("h200/heads.json", {"part": "conversion"}, "ppl", "perplexity", "", ("name",))
+_UPTRAINING = Lookup("h200/heads.json", {"part": "uptraining"}, "ppl", "perplexity", "", ("name",))
 
 LOOKUPS: dict[str, tuple[Lookup, ...]] = {
     "A27": (_BY_BLOCK_SIZE,),
@@ -79,7 +84,7 @@ LOOKUPS: dict[str, tuple[Lookup, ...]] = {
     "A38": (_kernel("fp8"),),
     "A39": (_kernel("int8"),),
     "B29": (_HEADS,),
-    "B30": (_UPTRAINING,),
+    "B30": (_CONVERSION, _UPTRAINING),
     "B33": (_HEADS,),
     "B38": (_quality("int8"), _quality("int4")),
     "B39": (_quality("int8"),),
@@ -98,7 +103,7 @@ def evidence(claim_id: str) -> list[Evidence]:
     if claim_id not in CLAIMS:
         raise ValueError(f"claim_id must be one of A1 to A41 and B1 to B50, got {claim_id!r}")
     own = Lookup("h200/claims.json", {"claim": claim_id}, "value", "", "", ("setting",))
-    return [found for lookup in (own, *LOOKUPS.get(claim_id, ())) for found in _find(lookup)]
+    return [found for lookup in (own, *LOOKUPS.get(claim_id, ())) for found in _find(claim_id, lookup)]
 
 
 def claims_table(article: str | None = None) -> pd.DataFrame:
@@ -118,8 +123,21 @@ def claims_table(article: str | None = None) -> pd.DataFrame:
     )
 
 
-def _find(lookup: Lookup) -> list[Evidence]:
-    document = results(lookup.file)
+def measured_here(path: str | Path) -> list[Evidence]:
+    """Figures that ``python -m labkit.experiments.claims --out path`` wrote on this machine; [] if there are none."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    own = Lookup(path.name, {}, "value", "", "", ("setting",))
+    return [item for row in document["rows"] for item in _matching(row["claim"], own, document | {"rows": [row]})]
+
+
+def _find(claim_id: str, lookup: Lookup) -> list[Evidence]:
+    return _matching(claim_id, lookup, results(lookup.file))
+
+
+def _matching(claim_id: str, lookup: Lookup, document: Row) -> list[Evidence]:
     made = document.get("provenance", {})
     where = f"{Path(lookup.file).name}, {made.get('gpu') or made.get('cpu') or 'CPU'}, commit {made.get('commit')}"
     found = []
@@ -127,5 +145,5 @@ def _find(lookup: Lookup) -> list[Evidence]:
         if all(row.get(key) == value for key, value in lookup.match.items()) and row.get(lookup.column) is not None:
             setting = ", ".join(f"{row[key]}" for key in lookup.setting if row.get(key) is not None)
             quantity, unit = row.get("quantity", lookup.quantity), row.get("unit", lookup.unit)
-            found.append(Evidence(quantity, setting, float(row[lookup.column]), unit, where))
+            found.append(Evidence(claim_id, quantity, setting, float(row[lookup.column]), unit, where))
     return found
