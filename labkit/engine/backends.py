@@ -9,8 +9,7 @@ from typing import Protocol
 
 import torch
 
-from labkit.kernels import KVPages
-from labkit.kernels.pages import QuantisedKVPages
+from labkit.kernels import KVPages, QuantisedKVPages
 from labkit.models import FusedAttentionInfo
 
 from .input_batch import InputBatch

@@ -266,7 +266,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
         host_blocks = HostBlocks(storage, memory.num_host_blocks) if memory.num_host_blocks else None
         executor = ModelExecutor(model, storage, backend, options.max_num_seqs, host_blocks)
         if backend_name != "torch":
-            executor.warm_up()
+            _warm_up(executor, backend_name, policy)
         if captures_graphs:
             executor.capture_graphs(options.max_num_seqs, -(-memory.max_model_len // memory.block_size))
         if host_blocks is not None:
@@ -298,6 +298,19 @@ def require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerSha
             f"{type(model).__name__} (model_type {config.model_type!r}) is not supported: the sliding window of layers "
             f"{lost} does not reach the attention function, so they would see too much"
         )
+
+
+def _warm_up(executor: ModelExecutor, backend_name: str, policy: KVPolicy | None) -> None:
+    """Compile the kernels. Raises ValueError if they do not know a format of ``policy``."""
+    try:
+        executor.warm_up()
+    except (ValueError, TypeError) as error:
+        if policy is None:
+            raise
+        raise ValueError(
+            f"attention_backend={backend_name!r} cannot run kv_cache_dtype ({policy}): {error}; use "
+            "attention_backend='torch' or other formats"
+        ) from error
 
 
 def _stored_cache(

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from labkit.kernels import KVPages
-from labkit.kernels.pages import QuantisedKVPages, QuantisedPages
+from labkit.kernels import KVPages, QuantisedKVPages, QuantisedPages
 from labkit.kv_math import KVCacheSpec, KVFormat, KVLayer
 from labkit.models import FusedAttentionInfo
 from labkit.quant import KVPolicy, LayerScales, Scales, hadamard

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from labkit.kernels.pages import QuantisedPages
+from labkit.kernels import QuantisedPages, reference
 from labkit.kv_math import KVFormat, ScaleLayout
 from labkit.kv_math.formats import dtype_name
-from labkit.quant import Scales, unpack_int4
+from labkit.quant import Scales
 
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _SCALE_DTYPES = {16: torch.float16, 32: torch.float32}
-_SYMMETRIC_INT4_BIAS = 8
 
 
 def allocate_pages(
@@ -92,27 +91,13 @@ def read_blocks(pages: QuantisedPages, head_dim: int, blocks: torch.Tensor, dtyp
     As :func:`labkit.quant.dequantise` gives them. Slots that were never written hold anything, also NaN.
     """
     codes = bytes_of(pages.codes)[blocks].view(pages.codes.dtype)
-    if pages.scales is None:
-        return codes.to(dtype)
-    if codes.shape[3] != head_dim:
-        codes = unpack_int4(codes, head_dim)
-        values = codes.float() - (_SYMMETRIC_INT4_BIAS if pages.zero_points is None else 0)
-    else:
-        values = codes.float()
-    values = values.unflatten(3, (pages.scales.shape[3], -1)) * _of_blocks(pages.scales, blocks)
-    if pages.zero_points is not None:
-        values = values + _of_blocks(pages.zero_points, blocks)
-    return values.flatten(3).to(dtype)
+    own = (part if part is None or part.shape[0] == 1 else part[blocks] for part in pages[1:])
+    return reference.dequantise(QuantisedPages(codes, *own), head_dim, torch.float32).to(dtype)
 
 
 def bytes_of(codes: torch.Tensor) -> torch.Tensor:
     """float8 as uint8, which torch can index; other tensors as they are."""
     return codes.view(torch.uint8) if codes.dtype in _FP8.values() else codes
-
-
-def _of_blocks(scales: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """[n or 1, heads or 1, block_size or 1, groups, 1], one number for the channels of a group."""
-    return (scales if scales.shape[0] == 1 else scales[blocks]).float()[..., None]
 
 
 def _code_dtype(format: KVFormat) -> torch.dtype:

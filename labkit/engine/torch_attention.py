@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from labkit.kernels import KVPages, elementwise_reference
-from labkit.kernels.pages import QuantisedKVPages
+from labkit.kernels import KVPages, QuantisedKVPages, elementwise_reference
 from labkit.models import FusedAttentionInfo
 
 from .input_batch import InputBatch

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from labkit.kernels.pages import QuantisedKVPages, QuantisedPages
+from labkit.kernels import QuantisedKVPages, QuantisedPages
 from labkit.quant import Quantised, quantise
 
 from .input_batch import InputBatch

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from labkit import kernels
-from labkit.kernels import KVPages, Workspace, elementwise
-from labkit.kernels.pages import QuantisedKVPages
+from labkit.kernels import KVPages, QuantisedKVPages, Workspace, elementwise
 from labkit.models import FusedAttentionInfo
 
 from .input_batch import InputBatch

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from labkit.kernels import KVPages
-from labkit.kernels.pages import QuantisedKVPages, QuantisedPages
+from labkit.kernels import KVPages, QuantisedKVPages, QuantisedPages
 
 from .input_batch import InputBatch
 from .quantised_pages import read_blocks

@@ -13,8 +13,7 @@ from labkit.engine.kv_storage import KVStorage, LayerShape, cache_spec
 from labkit.engine.quantised_pages import allocate_pages, format_of
 from labkit.engine.torch_attention import TorchPagedAttention
 from labkit.engine.torch_quantised import QuantisedReader
-from labkit.kernels import reference
-from labkit.kernels.pages import KVPages, QuantisedKVPages
+from labkit.kernels import KVPages, QuantisedKVPages, reference
 from labkit.kv_math import PER_HEAD, PER_TENSOR, PER_TOKEN_HEAD, KVFormat, ScaleLayout
 from labkit.quant import KVPolicy, LayerScales, dequantise, measure_scales, quantise
 from labkit.scheduling import Request, SamplingParams, ScheduledRequest, StepPlan
