@@ -13,6 +13,7 @@ from labkit.experiments.kv_failures import (
     outlier_ratio,
     synthetic_keys,
 )
+from labkit.experiments.recorded import results
 
 SYMMETRIC = "int4 per token-head, symmetric"
 ROTATED = "int4 per token-head, symmetric, rotated"
@@ -74,6 +75,15 @@ def test_the_outlier_ratio_is_that_of_the_worst_head():
     assert outlier_ratio(k) == 6.0
     with pytest.raises(ValueError, match="k_proj"), key_bias(torch.nn.Linear(2, 2), 1.0):
         pass
+
+
+def test_the_recorded_losses_have_the_same_direction():
+    biased = results("kv_failures.json")["key_bias"]
+    rows = {row["policy"]: row for row in biased if row["key_bias"] == 40}
+    plain = {row["policy"]: row for row in biased if row["key_bias"] == 0}
+    assert rows["unquantised"]["ppl"] == pytest.approx(plain["unquantised"]["ppl"], rel=0.01)
+    assert rows[SYMMETRIC]["dnll"] > 5 * rows[ROTATED]["dnll"] > 0
+    assert abs(rows[PER_CHANNEL]["dnll"]) < 3 * rows[PER_CHANNEL]["dnll_se"]
 
 
 @pytest.mark.slow
