@@ -13,6 +13,7 @@ from labkit.quant import KVPolicy
 
 from .kv_quality import Row
 from .quality_policies import quality_policies
+from .recorded import results
 from .recorded_quality import recorded_quality
 
 
@@ -26,6 +27,7 @@ class Recommendation:
         plan, unquantised: what the GPU holds with it, and with a 16-bit cache.
         evidence: every measured policy with its loss, bytes of a request of ``max_model_len`` tokens, and why it was
             passed over ("" for those that could have been chosen).
+        measured_on: the model that the evidence comes from.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Recommendation:
     plan: CapacityPlan
     unquantised: CapacityPlan
     evidence: pd.DataFrame
+    measured_on: str
 
     @property
     def bytes_saved_per_request(self) -> int:
@@ -50,7 +53,7 @@ class Recommendation:
         share = self.bytes_saved_per_request / _request_bytes(self.unquantised)
         loss = f"{row['delta_ppl_percent']:+.2f} % perplexity (dNLL {row['dnll']:.4f} ± {row['dnll_se']:.4f})"
         return (
-            f"{self.name}: {loss} on {row['tokens']:,} tokens of {row['text']}, {share:.0%} fewer bytes a request, "
+            f"{self.name}: {loss} on {row['tokens']:,} tokens of {row['text']} ({self.measured_on}), {share:.0%} fewer bytes a request, "
             f"{batch:,} requests of {self.plan.max_model_len:,} tokens on {self.plan.gpu.name} instead of {before:,}"
         )
 
@@ -101,8 +104,9 @@ def recommend(
             f"quality_budget must be what some measured policy keeps on {the_gpu.name}, got {quality_budget:g} %: "
             f"the nearest, {nearest}"
         )
+    measured_on = results("quality.json")["provenance"]["model"] if rows is None else "the given rows"
     chosen = min(fitting, key=lambda row: (row["request_bytes"], row["delta_ppl_percent"]))["policy"]
-    return Recommendation(chosen, known[chosen], plans[chosen], unquantised, pd.DataFrame(evidence))
+    return Recommendation(chosen, known[chosen], plans[chosen], unquantised, pd.DataFrame(evidence), measured_on)
 
 
 def _plan_for(policy: KVPolicy, unquantised: CapacityPlan) -> CapacityPlan:
