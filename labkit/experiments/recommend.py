@@ -53,7 +53,8 @@ class Recommendation:
         share = self.bytes_saved_per_request / _request_bytes(self.unquantised)
         loss = f"{row['delta_ppl_percent']:+.2f} % perplexity (dNLL {row['dnll']:.4f} ± {row['dnll_se']:.4f})"
         return (
-            f"{self.name}: {loss} on {row['tokens']:,} tokens of {row['text']} ({self.measured_on}), {share:.0%} fewer bytes a request, "
+            f"{self.name}: {loss} on {row['tokens']:,} tokens of {row['text']} ({self.measured_on}), "
+            f"{share:.0%} fewer bytes a request, "
             f"{batch:,} requests of {self.plan.max_model_len:,} tokens on {self.plan.gpu.name} instead of {before:,}"
         )
 
