@@ -21,10 +21,11 @@ from labkit.quant import KVPolicy
 from labkit.scheduling import Request, SamplingParams
 
 from .attention import is_attached
-from .build import EngineOptions, build_engine, eos_token_ids, resolve_model, vocab_size
+from .build import build_engine, eos_token_ids, resolve_model, vocab_size
 from .in_flight import Inbox, RequestsInFlight
 from .memory_monitor import MemoryMonitor
 from .memory_plan import MemoryPlan
+from .options import EngineOptions
 from .outputs import RequestOutput
 from .prompts import Prompt, PromptLike, PromptReader
 from .random_draws import draw_key

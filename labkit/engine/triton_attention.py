@@ -22,11 +22,11 @@ class TritonBackend:
     def __call__(self, batch: InputBatch, block_size: int) -> TritonPagedAttention:
         return TritonPagedAttention(batch, self)
 
-    def workspace(self, kv: KVPages) -> Workspace:
+    def workspace(self, kv: KVPages | QuantisedKVPages) -> Workspace:
         """Scratch memory for attention of this head size, allocated once: a captured graph holds its address."""
-        head_dim_v = kv.v.shape[3]
+        v, head_dim_v = (kv.v.codes, kv.head_dim_v) if isinstance(kv, QuantisedKVPages) else (kv.v, kv.v.shape[3])
         if head_dim_v not in self._workspaces:
-            self._workspaces[head_dim_v] = Workspace.allocate(head_dim_v, kv.v.device)
+            self._workspaces[head_dim_v] = Workspace.allocate(head_dim_v, v.device)
         return self._workspaces[head_dim_v]
 
 
@@ -95,13 +95,14 @@ class TritonPagedAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Causal attention of q [num_tokens, num_q_heads, D_k] over the cache: [num_tokens, num_q_heads, D_v]."""
+        options = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
         if isinstance(kv, QuantisedKVPages):
-            raise NotImplementedError("quantised pages have no attention kernel yet: use attention_backend='unfused'")
-        return self._attend(
-            q, kv, self._batch.block_table, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
+            options["tail_rows"] = self._batch.tail_rows
+        return self._attend(q, kv, self._batch.block_table, **options)
 
-    def _attend(self, q: torch.Tensor, kv: KVPages, block_table: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, kv: KVPages | QuantisedKVPages, block_table: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
         return kernels.paged_attention(
             _unit_stride(q),
             kv,
