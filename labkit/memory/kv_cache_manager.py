@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from labkit.observe import (
     Event,
 )
 
+from .accounting import check_accounting
 from .block_pool import BlockPool
 from .prefix_cache import CachedBlock, PrefixCache
 from .swap_space import BlockPairs, SwapSpace
@@ -306,28 +306,7 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Raise AssertionError unless the accounting equation holds: every block is counted once, and rightly."""
-        self.pool.check()
-        self.swap_space.check()
-        tables = Counter(b for sequence in self._sequences.values() for b in sequence.block_ids)
-        copies = self.swap_space.num_copies
-        for block_id, count in enumerate(self.pool.ref_cnt):
-            assert count == tables[block_id] + copies[block_id], (
-                f"block {block_id}: ref_cnt {count}, in {tables[block_id]} tables, {copies[block_id]} copies under way"
-            )
-        cached_free = [b for b in self.pool.free_list() if self.prefix_cache is not None and b in self.prefix_cache]
-        usage = self.usage()
-        assert usage.num_cached_free_blocks == len(cached_free)
-        live = sum(self._num_written[b] for b in tables)
-        assert usage.num_live_tokens == live, f"{usage.num_live_tokens} live tokens counted, {live} found"
-        assert usage.num_referenced_blocks == len(tables)
-        unreferenced = usage.num_free_blocks + usage.num_cached_free_blocks + usage.num_in_flight_blocks
-        assert usage.num_referenced_blocks + unreferenced == self.num_blocks
-        for request_id, sequence in self._sequences.items():
-            assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{request_id}: a block stands twice"
-            assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size
-        if not self.shares_partial_blocks:
-            shared = [b for b, count in tables.items() if count + copies[b] > 1]
-            assert all(self._num_written[b] == self.block_size for b in shared), "an unfinished block is shared"
+        check_accounting(self)
 
     # ------------------------------------------------------------------ inside
 
