@@ -1,10 +1,11 @@
 """Show me: interactive views for notebooks.
 
 Exports :class:`BlockTable`, the block pool as a picture: live while a model generates, or as a player for a trace; and
-:class:`KVPlanner`, what fits a GPU, with the arithmetic.
+:class:`KVPlanner`, what fits a GPU, with the arithmetic; :class:`QuantMicroscope`, a tile of K or V in a format.
 """
 
 from .block_table import BlockTable
 from .kv_planner import KVPlanner
+from .quant_microscope import QuantMicroscope
 
-__all__ = ["BlockTable", "KVPlanner"]
+__all__ = ["BlockTable", "KVPlanner", "QuantMicroscope"]
