@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 
 from .decode import decode_kernel
-from .pages import KVPages, check_attention_inputs
+from .dequantise import StoredPages, channels_a_scale, is_int4, scale_kind, stored
+from .pages import KVPages, QuantisedKVPages, check_attention_inputs
 from .prefill import prefill_kernel
-from .tuning import DecodeTile, PrefillTile, decode_programs, decode_tile, prefill_tile
+from .tuning import DecodeTile, PrefillTile, decode_programs, decode_tile, prefill_tile, quantised_decode_tile
+
+SCALE_AXES = ("scale_block", "scale_head", "scale_slot")
 
 
 @functools.cache
@@ -56,7 +59,7 @@ class Workspace:
 
 def paged_attention(
     q: torch.Tensor,
-    kv: KVPages,
+    kv: KVPages | QuantisedKVPages,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -68,30 +71,33 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
+    tail_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their paged context.
 
     q: [num_tokens, num_q_heads, head_dim_k], float16, bfloat16 or float32 (for tests: slow on a GPU); the tokens of all
         sequences one after the other. Their K and V are in the cache already (`write_kv`).
-    kv: pages [num_blocks, num_kv_heads, block_size, head_dim], dtype of q; num_q_heads is a multiple of num_kv_heads.
+    kv: pages [num_blocks, num_kv_heads, block_size, head_dim], dtype of q, or quantised ones; num_q_heads is a multiple
+        of num_kv_heads. 8-bit and 4-bit codes are multiplied as float16, with float32 sums.
     block_table: int32 [num_seqs, max_blocks]. seq_lens: int32 [num_seqs], context length with this step's tokens.
     query_start_loc: int32 [num_seqs + 1], sequence s owns rows query_start_loc[s] .. query_start_loc[s + 1] of q.
     scale: positive factor on q · k. max_query_len: most new tokens of any sequence (a host number; 1 = pure decode).
     sliding_window: query position i sees key position j iff 0 <= i - j < sliding_window.
     softcap: scores become softcap * tanh(score / softcap). sinks: [num_q_heads], one extra logit a head.
     workspace: scratch memory (`Workspace.allocate`), allocated here when None. out: contiguous along head_dim.
+    tail_rows: int32 [num_seqs], each sequence's row of kv.k_tail; needed where kv has one.
 
     Returns [num_tokens, num_q_heads, head_dim_v]. Rows with seq_len 0 and rows beyond query_start_loc[-1] are zeros.
     Reads no tensor on the host, so it can be captured in a CUDA graph. Two calls that share a workspace must not run
     at the same time. Raises ValueError or TypeError, naming the argument, on shapes and types it cannot serve.
     """
-    check_attention_inputs(q, kv, block_table, seq_lens, query_start_loc, sliding_window, softcap, sinks)
+    check_attention_inputs(q, kv, block_table, seq_lens, query_start_loc, sliding_window, softcap, sinks, tail_rows)
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
     if q.dtype == torch.bfloat16 and not q.is_cuda:
         raise TypeError("Triton's interpreter cannot multiply bfloat16 matrices: on CPU use float16 or float32")
     num_tokens, num_q_heads, head_dim_k = q.shape
-    head_dim_v = kv.v.shape[3]
+    head_dim_v = kv.head_dim_v if isinstance(kv, QuantisedKVPages) else kv.v.shape[3]
     if out is None:
         out = q.new_empty(num_tokens, num_q_heads, head_dim_v)
     num_seqs = seq_lens.shape[0]
@@ -102,17 +108,33 @@ def paged_attention(
     dk, dv = triton.next_power_of_2(head_dim_k), triton.next_power_of_2(head_dim_v)
     capability, num_sms = device_limits(q.device)
     pairs = num_seqs * kv.num_kv_heads
-    tile = decode_tile(capability, group, max(head_dim_k, head_dim_v), pairs / num_sms, q.element_size())
+    head_dim = max(head_dim_k, head_dim_v)
+    tile = decode_tile_for(kv, capability, group, head_dim, pairs / num_sms, q.element_size())
     if workspace is None:
         workspace = Workspace.allocate(head_dim_v, q.device)
     launch = AttentionLaunch(
-        q, kv, block_table, seq_lens, query_start_loc, out, scale, sliding_window, softcap, sinks, group, dk, dv
-    )
+        q, kv, block_table, seq_lens, query_start_loc, out, scale, sliding_window, softcap, sinks, group, dk, dv,
+        tail_rows,
+    )  # fmt: skip
     launch.decode(tile, workspace, max_query_len, num_sms).run()
     if max_query_len * group > tile.block_m:
-        prefill = prefill_tile(capability, group, max(head_dim_k, head_dim_v), q.element_size())
+        prefill = prefill_tile(capability, group, head_dim, q.element_size())
         launch.prefill(prefill, tile.block_m).run()
     return out
+
+
+def decode_tile_for(
+    kv: KVPages | QuantisedKVPages, capability: int, group: int, head_dim: int, pairs_per_sm: float, element_size: int
+) -> DecodeTile:
+    """The tile of the decode kernel. Raises ValueError for float8 pages on a GPU without float8 (before sm_89)."""
+    if isinstance(kv, KVPages):
+        return decode_tile(capability, group, head_dim, pairs_per_sm, element_size)
+    if capability < 89 and torch.float8_e4m3fn in (kv.k.codes.dtype, kv.v.codes.dtype):
+        raise ValueError(f"kv holds float8, which compute capability {capability / 10} lacks (8.9 or newer): use int8")
+    tile = quantised_decode_tile(capability, is_int4(kv.k, kv.head_dim_k), group, head_dim)
+    if scale_kind(kv.k) == "channel":  # a tile then lies in one block and has one row of scales
+        tile = replace(tile, block_n=min(tile.block_n, kv.block_size & -kv.block_size))
+    return tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +161,7 @@ class AttentionLaunch:
     """The arguments that both kernels share, and the two calls made from them."""
 
     q: torch.Tensor
-    kv: KVPages
+    kv: KVPages | QuantisedKVPages
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
@@ -151,31 +173,45 @@ class AttentionLaunch:
     group: int
     dk: int
     dv: int
-
-    def tensors(self):
-        return (
-            self.q, self.kv.k, self.kv.v, self.block_table, self.seq_lens, self.query_start_loc,
-            self.q if self.sinks is None else self.sinks, self.out,
-        )  # fmt: skip
+    tail_rows: torch.Tensor | None = None
 
     def scalars(self):
-        """window, inner_scale, score_scale (units of log2: see softmax.py), then strides."""
-        q, k, v, out = self.q, self.kv.k, self.kv.v, self.out
-        cap = self.softcap
+        """window, inner_scale, score_scale (units of log2: see softmax.py), then strides of q, out and block_table."""
+        q, out, cap = self.q, self.out, self.softcap
         return (
             self.sliding_window or 0, self.scale / (cap or 1.0), (cap or self.scale) * 1.4426950408889634,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), self.block_table.stride(0),
-            k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
         )  # fmt: skip
 
     def constants(self):
         num_seqs = self.seq_lens.shape[0]
         return dict(
-            GROUP=self.group, HEAD_DIM_K=self.q.shape[2], HEAD_DIM_V=self.kv.v.shape[3], DK=self.dk, DV=self.dv,
-            BLOCK_SIZE=self.kv.block_size, SAME_STRIDES=self.kv.k.stride() == self.kv.v.stride(),
+            GROUP=self.group, HEAD_DIM_K=self.q.shape[2], HEAD_DIM_V=self.out.shape[2], DK=self.dk, DV=self.dv,
+            BLOCK_SIZE=self.kv.block_size, SAME_STRIDES=self.same_strides(),
             SEQS=next(n for n in (32, 256, 1024, triton.next_power_of_2(num_seqs)) if num_seqs <= n),
             SOFTCAP=self.softcap is not None, WINDOWED=self.sliding_window is not None,
             HAS_SINKS=self.sinks is not None, PRECISION="ieee" if self.q.element_size() == 4 else "tf32",
+        )  # fmt: skip
+
+    def stored_pages(self) -> tuple[StoredPages, StoredPages]:
+        """K and V as the kernels take them."""
+        kv = self.kv
+        if isinstance(kv, KVPages):
+            return stored(kv.k), stored(kv.v)
+        return stored(kv.k, kv.k_tail), stored(kv.v, kv.v_tail)
+
+    def same_strides(self) -> bool:
+        """An offset computed for K (and for its scales) holds for V too."""
+        k, v = self.stored_pages()
+        return all(getattr(k, axis) == getattr(v, axis) for axis in ("block", "head", "slot", *SCALE_AXES))
+
+    def formats(self):
+        """What the kernels know of the formats of K and V when they are compiled."""
+        kv, dim_k, dim_v = self.kv, self.q.shape[2], self.out.shape[2]
+        return dict(
+            QUANTISED=not isinstance(kv, KVPages),
+            K_INT4=is_int4(kv.k, dim_k), K_SCALE=scale_kind(kv.k), K_CHANNELS=channels_a_scale(kv.k, dim_k),
+            V_INT4=is_int4(kv.v, dim_v), V_SCALE=scale_kind(kv.v), V_CHANNELS=channels_a_scale(kv.v, dim_v),
         )  # fmt: skip
 
     def decode(self, tile: DecodeTile, workspace: Workspace, max_query_len: int, num_sms: int) -> KernelCall:
@@ -184,7 +220,10 @@ class AttentionLaunch:
         slots_for = max(1, workspace.partial_m.shape[0] // (2 * rows))  # one program alone never needs a slot
         programs = min(decode_programs(pairs, tile.programs_per_sm, num_sms), slots_for)
         arguments = (
-            *self.tensors(), workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
+            self.q, *self.stored_pages(), self.block_table, self.seq_lens, self.query_start_loc,
+            self.seq_lens if self.tail_rows is None else self.tail_rows,
+            self.q if self.sinks is None else self.sinks, self.out,
+            workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
             self.seq_lens.shape[0], self.q.shape[0], triton.cdiv(tile.min_tokens, tile.block_n), *self.scalars(),
         )  # fmt: skip
         constants = dict(
@@ -192,14 +231,21 @@ class AttentionLaunch:
             ROWS=rows, PARTS=min(8, max(1, 1024 * tile.num_warps // (rows * self.dv))),
             STAGES=tile.num_stages, MULTI_QUERY=max_query_len > 1,
         )  # fmt: skip
-        return KernelCall(decode_kernel, (programs,), arguments, self.constants() | constants, tile)
+        return KernelCall(decode_kernel, (programs,), arguments, self.constants() | self.formats() | constants, tile)
 
     def prefill(self, tile: PrefillTile, max_decode_rows: int) -> KernelCall:
+        if not isinstance(self.kv, KVPages):
+            raise NotImplementedError("prefill over quantised pages")
         block_q = tile.block_m // self.group
         grid = (self.kv.num_kv_heads, self.q.shape[0] // block_q + self.seq_lens.shape[0])
         constants = dict(
             BLOCK_M=tile.block_m, BLOCK_Q=block_q, BLOCK_N=tile.block_n, MAX_DECODE_ROWS=max_decode_rows,
             STAGES=tile.num_stages,
         )  # fmt: skip
-        arguments = (*self.tensors(), self.seq_lens.shape[0], *self.scalars())
+        k, v = self.kv
+        arguments = (
+            self.q, k, v, self.block_table, self.seq_lens, self.query_start_loc,
+            self.q if self.sinks is None else self.sinks, self.out, self.seq_lens.shape[0], *self.scalars(),
+            k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+        )  # fmt: skip
         return KernelCall(prefill_kernel, grid, arguments, self.constants() | constants, tile)

@@ -23,11 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from . import tuning
-from .attention import AttentionLaunch, KernelCall, Workspace
-from .pages import KVPages
+from .attention import AttentionLaunch, KernelCall, Workspace, decode_tile_for
+from .pages import KVPages, QuantisedKVPages, QuantisedPages
 from .tuning import DecodeTile, PrefillTile
 
-POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
+    torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
+}  # fmt: skip
 HEADS = [  # query heads, KV heads, head_dim_k, head_dim_v: each row of the tables, MHA and GQA, and a padded size
     (32, 32, 128, 128),
     (32, 8, 128, 128),
@@ -37,6 +40,41 @@ HEADS = [  # query heads, KV heads, head_dim_k, head_dim_v: each row of the tabl
     (16, 16, 192, 128),
     (8, 4, 256, 256),
 ]
+KV_FORMATS = ("fp8", "int8", "int4")
+QUANTISED_HEADS = [(32, 32, 128, 128), (32, 8, 128, 128), (9, 3, 64, 64), (8, 4, 256, 256)]
+
+
+def example_pages(
+    kv_format: str, num_blocks: int, heads: tuple[int, int, int, int], block_size: int, **where: Any
+) -> KVPages | QuantisedKVPages:
+    """Pages without contents, in the layout that a name stands for: "bf16", "fp8", "int8" or "int4" (labkit.kv_math).
+
+    where: keywords of torch.empty (device). int4 has a tail of 256 rows.
+    """
+    _, num_kv_heads, dim_k, dim_v = heads
+    shape = (num_blocks, num_kv_heads, block_size)
+
+    def empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, **where)
+
+    def pages(dim: int, dtype: torch.dtype, *scale_shape: int, like: torch.dtype = torch.float32) -> QuantisedPages:
+        packed, scales = dim // 2 if dtype == torch.uint8 else dim, empty(*scale_shape, dtype=like)
+        zero_points = empty(*scale_shape, dtype=like) if dtype == torch.uint8 else None
+        return QuantisedPages(empty(*shape, packed, dtype=dtype), scales, zero_points)
+
+    if kv_format == "bf16":
+        return KVPages(empty(*shape, dim_k, dtype=torch.bfloat16), empty(*shape, dim_v, dtype=torch.bfloat16))
+    if kv_format == "fp8":  # one scale a layer
+        k, v = (pages(dim, torch.float8_e4m3fn, 1, 1, 1, 1) for dim in (dim_k, dim_v))
+        return QuantisedKVPages(k, v, dim_k, dim_v)
+    if kv_format == "int8":  # one a token and head
+        k, v = (pages(dim, torch.int8, *shape, 1) for dim in (dim_k, dim_v))
+        return QuantisedKVPages(k, v, dim_k, dim_v)
+    if kv_format != "int4":
+        raise ValueError(f"kv_format must be bf16, {', '.join(KV_FORMATS)}, got {kv_format!r}")
+    k = pages(dim_k, torch.uint8, num_blocks, num_kv_heads, 1, dim_k, like=torch.float16)  # one a channel and block
+    v = pages(dim_v, torch.uint8, *shape, 1, like=torch.float16)
+    return QuantisedKVPages(k, v, dim_k, dim_v, empty(256, *shape[1:], dim_k, dtype=torch.bfloat16))
 
 
 def example_call(
@@ -47,20 +85,20 @@ def example_call(
     pairs_per_sm: float = 0,
     block_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
+    kv_format: str = "bf16",
 ) -> KernelCall:
     """The call `paged_attention` would make for these heads, or the one with `tile`, on tensors without memory."""
     num_q_heads, num_kv_heads, dim_k, dim_v = heads
     meta = dict(device="meta")
-    kv = KVPages(
-        torch.empty(64, num_kv_heads, block_size, dim_k, dtype=dtype, **meta),
-        torch.empty(64, num_kv_heads, block_size, dim_v, dtype=dtype, **meta),
-    )
+    kv = example_pages(kv_format, 64, heads, block_size, **meta)
+    if isinstance(kv, KVPages):
+        kv = KVPages(*(pages.to(dtype) for pages in kv))
     q = torch.empty(32, num_q_heads, dim_k, dtype=dtype, **meta)
     out = torch.empty(32, num_q_heads, dim_v, dtype=dtype, **meta)
-    table, lens, starts = (torch.empty(s, dtype=torch.int32, **meta) for s in ((32, 64), (32,), (33,)))
+    table, lens, starts, tails = (torch.empty(s, dtype=torch.int32, **meta) for s in ((32, 64), (32,), (33,), (32,)))
     dk, dv, group = triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), num_q_heads // num_kv_heads
-    launch = AttentionLaunch(q, kv, table, lens, starts, out, dim_k**-0.5, None, None, None, group, dk, dv)
-    decode = tuning.decode_tile(capability, group, max(dim_k, dim_v), pairs_per_sm, dtype.itemsize)
+    launch = AttentionLaunch(q, kv, table, lens, starts, out, dim_k**-0.5, None, None, None, group, dk, dv, tails)
+    decode = decode_tile_for(kv, capability, group, max(dim_k, dim_v), pairs_per_sm, dtype.itemsize)
     if kind == "decode":
         return launch.decode(tile or decode, Workspace.with_capacity(4096, dv, torch.device("meta")), 1, 1)
     tile = tile or tuning.prefill_tile(capability, group, max(dim_k, dim_v), dtype.itemsize)
@@ -69,22 +107,32 @@ def example_call(
 
 def compile_call(call: KernelCall, capability: int) -> dict[str, Any]:
     """Compile for a compute capability such as 90; {registers, spill_bytes, shared_bytes, wgmma, mma}."""
-    signature, constants, attributes = {}, {}, {}
-    names = call.kernel.arg_names
-    for i, name in enumerate(names):
-        value = call.constants[name] if name in call.constants else call.arguments[i]
-        if name in call.constants or (isinstance(value, int) and value == 1):  # a stride of 1 is baked in, as at launch
-            signature[name] = "constexpr"
-            constants[(i,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = POINTERS[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[name] = "i32"
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def type_of(value: Any, path: tuple[int, ...]) -> Any:
+        """Triton's name for the type of an argument; constants and alignment noted on the way, as at launch."""
+        if isinstance(value, tuple):
+            return type(value)(*(type_of(part, (*path, i)) for i, part in enumerate(value)))
+        if value is None or (isinstance(value, int) and value == 1):  # a stride of 1 is baked in
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            return POINTERS[value.dtype]
+        if isinstance(value, int):
             if value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
+                attributes[path] = [["tt.divisibility", 16]]
+            return "i32"
+        return "fp32"
+
+    signature = {}
+    for i, name in enumerate(call.kernel.arg_names):
+        if name in call.constants:
+            constants[(i,)] = call.constants[name]
+            signature[name] = "constexpr"
         else:
-            signature[name] = "fp32"
+            signature[name] = type_of(call.arguments[i], (i,))
     source = ASTSource(fn=call.kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=call.options())
     sass_report = resource_usage(compiled.asm["cubin"])
@@ -111,19 +159,28 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "spill_bytes": int(found[2])}
 
 
-def report(capabilities: tuple[int, ...] = (80, 90, 100)) -> Iterator[dict[str, Any]]:
+def report(capabilities: tuple[int, ...] = (80, 89, 90, 100)) -> Iterator[dict[str, Any]]:
     for capability in capabilities:
-        for heads in HEADS:
-            seen = set()
-            for kind, pairs_per_sm in (("decode", 0), ("decode", 1), ("decode", 64), ("prefill", 0)):
-                call = example_call(kind, capability, heads, pairs_per_sm=pairs_per_sm)
-                if (kind, call.tile) in seen:
-                    continue
-                seen.add((kind, call.tile))
-                row = {"kernel": kind, "sm": capability, "heads": heads, "tile": asdict(call.tile)}
-                yield row | compile_call(call, capability)
+        jobs = [("decode", heads, "bf16", 16, pairs_per_sm) for heads in HEADS for pairs_per_sm in (0, 1, 64)]
+        jobs += [("prefill", heads, "bf16", 16, 0) for heads in HEADS]
+        jobs += [
+            ("decode", heads, kv_format, 32 if kv_format == "int4" else 16, 0)
+            for kv_format in KV_FORMATS
+            if kv_format != "fp8" or capability >= 89
+            for heads in QUANTISED_HEADS
+        ]
+        seen = set()
+        for kind, heads, kv_format, block_size, pairs_per_sm in jobs:
+            call = example_call(
+                kind, capability, heads, pairs_per_sm=pairs_per_sm, block_size=block_size, kv_format=kv_format
+            )
+            if (kind, heads, kv_format, call.tile) in seen:
+                continue
+            seen.add((kind, heads, kv_format, call.tile))
+            row = {"kernel": kind, "sm": capability, "heads": heads, "kv_format": kv_format, "tile": asdict(call.tile)}
+            yield row | compile_call(call, capability)
 
 
 if __name__ == "__main__":
-    for row in report(tuple(int(a) for a in sys.argv[1:]) or (80, 90, 100)):
+    for row in report(tuple(int(a) for a in sys.argv[1:]) or (80, 89, 90, 100)):
         print(json.dumps(row), flush=True)

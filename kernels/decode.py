@@ -28,6 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .decode_quantised import attend_quantised
 from .softmax import LOWEST, capped, store_output
 
 
@@ -109,47 +110,48 @@ def merge_parts(
 ):  # fmt: skip
     """(acc, m, l) of ROWS rows from the slots of programs first..last, PARTS at a time.
 
-    First the maximum over all parts, then the sums: so the second loop carries no exponent from step to step, and its
-    loads (.cg: from L2, where the other programs' parts are) can all be under way at once.
+    Each of the PARTS lanes runs its own online softmax over every PARTS-th program, so that all loads (.cg: from L2,
+    where the other programs' parts are) can be under way at once; the lanes are added up at the end.
     """
     part = tl.arange(0, PARTS)
     row = tl.arange(0, ROWS)
     d = tl.arange(0, DV)
-    m_lanes = tl.full([PARTS, ROWS], LOWEST, dtype=tl.float32)
+    m = tl.full([PARTS, ROWS], LOWEST, dtype=tl.float32)
+    l = tl.zeros([PARTS, ROWS], dtype=tl.float32)
+    acc = tl.zeros([PARTS, ROWS, DV], dtype=tl.float32)
     for base in tl.range(first_program, last_program + 1, PARTS, num_stages=3):
         program = base + part
         slot = (2 * program + (program == first_program).to(tl.int32))[:, None] * ROWS + row[None, :]
         ok = (program <= last_program)[:, None]
-        m_lanes = tl.maximum(m_lanes, tl.load(partial_m + slot, mask=ok, other=LOWEST, cache_modifier=".cg"))
-    m = tl.max(m_lanes, 0)
-    l_lanes = tl.zeros([PARTS, ROWS], dtype=tl.float32)
-    acc_lanes = tl.zeros([PARTS, ROWS, DV], dtype=tl.float32)
-    for base in tl.range(first_program, last_program + 1, PARTS, num_stages=3):
-        program = base + part
-        slot = (2 * program + (program == first_program).to(tl.int32))[:, None] * ROWS + row[None, :]
-        ok = (program <= last_program)[:, None]
-        weight = tl.exp2(tl.load(partial_m + slot, mask=ok, other=LOWEST, cache_modifier=".cg") - m[None, :])
-        weight = tl.where(ok, weight, 0.0)  # when no part saw a key, LOWEST - LOWEST is no reason to count one
-        l_lanes += tl.load(partial_l + slot, mask=ok, other=0.0, cache_modifier=".cg") * weight
+        m_part = tl.load(partial_m + slot, mask=ok, other=LOWEST, cache_modifier=".cg")
+        l_part = tl.load(partial_l + slot, mask=ok, other=0.0, cache_modifier=".cg")
         at = slot[:, :, None] * DV + d[None, None, :]
         acc_part = tl.load(partial_acc + at, mask=ok[:, :, None], other=0.0, cache_modifier=".cg")
-        acc_lanes += acc_part * weight[:, :, None]
-    return tl.sum(acc_lanes, 0), m, tl.sum(l_lanes, 0)
+        m_new = tl.maximum(m, m_part)
+        alpha = tl.exp2(m - m_new)
+        weight = tl.where(ok, tl.exp2(m_part - m_new), 0.0)  # a lane without a part counts nothing
+        l = l * alpha + l_part * weight
+        acc = acc * alpha[:, :, None] + acc_part * weight[:, :, None]
+        m = m_new
+    m_all = tl.max(m, 0)
+    weight = tl.exp2(m - m_all[None, :])
+    return tl.sum(acc * weight[:, :, None], 0), m_all, tl.sum(l * weight, 0)
 
 
 # Sizes that change from step to step: not specialised, so that no batch size compiles a kernel of its own.
 @triton.jit(do_not_specialize=["num_seqs", "num_rows_out", "min_tiles", "window", "table_stride"])
 def decode_kernel(
-    q, k, v, block_table, seq_lens, query_start_loc, sinks, out,
+    q, k, v, block_table, seq_lens, query_start_loc, tail_rows, sinks, out,
     partial_acc, partial_m, partial_l, arrivals,
     num_seqs, num_rows_out, min_tiles, window, inner_scale, score_scale,
     q_token, q_head, out_token, out_head, table_stride,
-    k_block, k_head, k_slot, v_block, v_head, v_slot,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr, MULTI_QUERY: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    QUANTISED: tl.constexpr, K_INT4: tl.constexpr, K_SCALE: tl.constexpr, K_CHANNELS: tl.constexpr,
+    V_INT4: tl.constexpr, V_SCALE: tl.constexpr, V_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -189,31 +191,38 @@ def decode_kernel(
         begin = (first + tile - pair_begin) * BLOCK_N
         end = tl.minimum((first + stop - pair_begin) * BLOCK_N, seq_len)
         visible_from = tl.maximum(seq_len - query_len - window + 1, 0) if WINDOWED else 0
-        k_heads = k + head.to(tl.int64) * k_head
-        v_heads = v + head.to(tl.int64) * v_head
         table_row = block_table + seq.to(tl.int64) * table_stride
         row = tl.arange(0, BLOCK_M)
         q_row = q + (query_start + row // GROUP).to(tl.int64) * q_token + (head * GROUP + row % GROUP) * q_head
-        acc, m, l = attend(
-            q_row, row < query_len * GROUP, k_heads, v_heads, table_row,
-            begin, end, visible_from, seq_len - query_len + row // GROUP, window, inner_scale, score_scale,
-            k_block, k_slot, v_block, v_slot,
-            HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, SAME_STRIDES,
-            MULTI_QUERY, SOFTCAP, WINDOWED, PRECISION,
-        )  # fmt: skip
+        row_ok = row < query_len * GROUP
+        row_pos = seq_len - query_len + row // GROUP
+        if QUANTISED:
+            tail_row = tl.load(tail_rows + seq) if k.tail is not None else 0
+            acc, m, l = attend_quantised(
+                q_row, row_ok, k, v, head, tail_row, table_row, begin, end, seq_len, visible_from, row_pos, window,
+                inner_scale, score_scale, HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES,
+                SAME_STRIDES, K_INT4, K_SCALE, K_CHANNELS, V_INT4, V_SCALE, V_CHANNELS,
+                MULTI_QUERY, SOFTCAP, WINDOWED, PRECISION,
+            )  # fmt: skip
+        else:
+            acc, m, l = attend(
+                q_row, row_ok, k.codes + head.to(tl.int64) * k.head, v.codes + head.to(tl.int64) * v.head, table_row,
+                begin, end, visible_from, row_pos, window, inner_scale, score_scale, k.block, k.slot, v.block, v.slot,
+                HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_M, BLOCK_N, STAGES, SAME_STRIDES,
+                MULTI_QUERY, SOFTCAP, WINDOWED, PRECISION,
+            )  # fmt: skip
 
         if (tile == pair_begin) & (stop == pair_end):
             q_head_index = head * GROUP + row % GROUP
             out_row = out + (query_start + row // GROUP).to(tl.int64) * out_token + q_head_index * out_head
-            row_ok = row < query_len * GROUP
-            store_output(acc, m, l, sinks, q_head_index, out_row, row_ok, HEAD_DIM_V, DV, HAS_SINKS)
+            store_output(acc, m, l, sinks, q_head_index, out_row, row_ok, HEAD_DIM_V, DV, HAS_SINKS, V_INT4)
         else:
             slot = (2 * program + (tile == pair_begin).to(tl.int32)) * ROWS + row
             d = tl.arange(0, DV)
-            row_ok = row < ROWS
-            tl.store(partial_acc + slot[:, None] * DV + d[None, :], acc, mask=row_ok[:, None])
-            tl.store(partial_m + slot, m, mask=row_ok)
-            tl.store(partial_l + slot, l, mask=row_ok)
+            kept = row < ROWS
+            tl.store(partial_acc + slot[:, None] * DV + d[None, :], acc, mask=kept[:, None])
+            tl.store(partial_m + slot, m, mask=kept)
+            tl.store(partial_l + slot, l, mask=kept)
             first_program = owner(pair_begin, total, sharers)
             last_program = owner(pair_end - 1, total, sharers)
             tl.debug_barrier()  # all threads have stored before one of them announces it
@@ -227,7 +236,9 @@ def decode_kernel(
                 q_head_index = head * GROUP + r % GROUP
                 out_row = out + (query_start + r // GROUP).to(tl.int64) * out_token + q_head_index * out_head
                 r_ok = r < query_len * GROUP
-                store_output(acc_all, m_all, l_all, sinks, q_head_index, out_row, r_ok, HEAD_DIM_V, DV, HAS_SINKS)
+                store_output(
+                    acc_all, m_all, l_all, sinks, q_head_index, out_row, r_ok, HEAD_DIM_V, DV, HAS_SINKS, V_INT4
+                )
         tile = stop
 
     # Rows of q that belong to no sequence: padding at the end of a captured batch.

@@ -99,13 +99,14 @@ class QuantisedKVPages(NamedTuple):
 
 def check_attention_inputs(
     q: torch.Tensor,
-    kv: KVPages,
+    kv: KVPages | QuantisedKVPages,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     sliding_window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    tail_rows: torch.Tensor | None = None,
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, for shapes and types that attention cannot serve.
 
@@ -113,19 +114,12 @@ def check_attention_inputs(
     """
     if q.ndim != 3:
         raise ValueError(f"q must be [num_tokens, num_q_heads, head_dim], got shape {tuple(q.shape)}")
-    if kv.k.ndim != 4 or kv.v.ndim != 4 or kv.k.shape[:3] != kv.v.shape[:3]:
-        raise ValueError(
-            "kv.k and kv.v must be [num_blocks, num_kv_heads, block_size, head_dim] and agree on the first three "
-            f"sizes, got {tuple(kv.k.shape)} and {tuple(kv.v.shape)}"
-        )
-    if not q.dtype == kv.k.dtype == kv.v.dtype:
-        raise TypeError(f"q, kv.k and kv.v must share a dtype, got {q.dtype}, {kv.k.dtype}, {kv.v.dtype}")
-    if q.shape[2] != kv.k.shape[3]:
-        raise ValueError(f"q has head_dim {q.shape[2]}, kv.k has {kv.k.shape[3]}")
+    if isinstance(kv, KVPages):
+        _check_pages(q, kv)
+    else:
+        _check_quantised_pages(q, kv, seq_lens.shape[0], tail_rows)
     if q.shape[1] % kv.num_kv_heads:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {kv.num_kv_heads} KV heads")
-    if q.stride(2) != 1 or kv.k.stride(3) != 1 or kv.v.stride(3) != 1:
-        raise ValueError("q, kv.k and kv.v must be contiguous along head_dim")
     num_seqs = seq_lens.shape[0]
     if block_table.ndim != 2 or block_table.shape[0] != num_seqs or query_start_loc.shape != (num_seqs + 1,):
         raise ValueError(
@@ -141,3 +135,58 @@ def check_attention_inputs(
         raise ValueError(f"softcap must be positive, got {softcap}")
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks must be [{q.shape[1]}] (one a query head), got {tuple(sinks.shape)}")
+
+
+def _check_pages(q: torch.Tensor, kv: KVPages) -> None:
+    if kv.k.ndim != 4 or kv.v.ndim != 4 or kv.k.shape[:3] != kv.v.shape[:3]:
+        raise ValueError(
+            "kv.k and kv.v must be [num_blocks, num_kv_heads, block_size, head_dim] and agree on the first three "
+            f"sizes, got {tuple(kv.k.shape)} and {tuple(kv.v.shape)}"
+        )
+    if not q.dtype == kv.k.dtype == kv.v.dtype:
+        raise TypeError(f"q, kv.k and kv.v must share a dtype, got {q.dtype}, {kv.k.dtype}, {kv.v.dtype}")
+    if q.shape[2] != kv.k.shape[3]:
+        raise ValueError(f"q has head_dim {q.shape[2]}, kv.k has {kv.k.shape[3]}")
+    if q.stride(2) != 1 or kv.k.stride(3) != 1 or kv.v.stride(3) != 1:
+        raise ValueError("q, kv.k and kv.v must be contiguous along head_dim")
+
+
+def _check_quantised_pages(
+    q: torch.Tensor, kv: QuantisedKVPages, num_seqs: int, tail_rows: torch.Tensor | None
+) -> None:
+    if q.shape[2] != kv.head_dim_k:
+        raise ValueError(f"q has head_dim {q.shape[2]}, kv has head_dim_k {kv.head_dim_k}")
+    if kv.k.codes.shape[:3] != kv.v.codes.shape[:3]:
+        raise ValueError(f"codes of K and V disagree: {tuple(kv.k.codes.shape)} and {tuple(kv.v.codes.shape)}")
+    for name, pages, head_dim in (("k", kv.k, kv.head_dim_k), ("v", kv.v, kv.head_dim_v)):
+        codes, scales, zero_points = pages
+        if codes.dtype not in (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, q.dtype):
+            raise TypeError(f"kv.{name}.codes must be int8, uint8, float8 or of q's {q.dtype}, got {codes.dtype}")
+        packed = codes.dtype == torch.uint8 and codes.shape[3] * 2 == head_dim
+        if codes.shape[3] != head_dim and not packed:
+            raise ValueError(f"kv.{name}.codes must have {head_dim} numbers a row (int4: half), got {codes.shape[3]}")
+        if q.stride(2) != 1 or codes.stride(3) != 1:
+            raise ValueError(f"q and kv.{name}.codes must be contiguous along head_dim")
+        if scales is None:
+            if zero_points is not None or codes.dtype in (torch.int8, torch.uint8):
+                raise ValueError(f"kv.{name}.scales must be given for {codes.dtype} codes and with zero points")
+            continue
+        allowed = [(1, size) for size in codes.shape[:3]]
+        if any(size not in sizes for size, sizes in zip(scales.shape[:3], allowed, strict=True)):
+            raise ValueError(f"kv.{name}.scales {tuple(scales.shape)} do not fit codes {tuple(codes.shape)}")
+        if head_dim % scales.shape[3] or (scales.shape[3] > 1 and scales.stride(3) != 1):
+            raise ValueError(f"groups of kv.{name}.scales must divide {head_dim} and lie side by side")
+        if zero_points is not None and zero_points.stride() != scales.stride():
+            raise ValueError(f"kv.{name}.zero_points must lie as the scales do: strides {scales.stride()}")
+    if kv.v_tail is not None or (kv.v.scales is not None and _spans_tokens(kv.v.scales)):
+        raise ValueError("kv.v must be quantised token by token: V scales over the tokens of a block are not supported")
+    if kv.k.scales is not None and _spans_tokens(kv.k.scales) and kv.block_size % 16:
+        raise ValueError(f"K scales over the tokens of a block need a block size of a multiple of 16: {kv.block_size}")
+    if kv.k_tail is not None and (
+        tail_rows is None or tail_rows.shape != (num_seqs,) or tail_rows.dtype != torch.int32
+    ):
+        raise ValueError(f"tail_rows must be int32 [{num_seqs}] where kv has a k_tail")
+
+
+def _spans_tokens(scales: torch.Tensor) -> bool:
+    return scales.shape[0] > 1 and scales.shape[2] == 1

@@ -16,6 +16,27 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no PTX
+
+
+@triton.jit
+def exp2(x):
+    """2^x by the GPU's own instruction, without the three more that `tl.exp2` spends on subnormal results."""
+    if INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def log2(x):
+    """log2 x of a normal number, by the GPU's own instruction."""
+    if INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
 
 
 @triton.jit
@@ -32,14 +53,21 @@ def capped(scores, inner_scale, SOFTCAP: tl.constexpr):
 @triton.jit
 def store_output(
     acc, m, l, sinks, q_head, out_row, row_ok,
-    HEAD_DIM_V: tl.constexpr, DV: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, DV: tl.constexpr, HAS_SINKS: tl.constexpr, HALVES: tl.constexpr = False,
 ):  # fmt: skip
-    """Normalise acc [M, DV] and write it to out_row [M] (pointers); a sink is a score without a value."""
+    """Normalise acc [M, DV] and write it to out_row [M] (pointers); a sink is a score without a value.
+
+    HALVES: acc holds the two halves of the channels, each padded to DV / 2.
+    """
     if HAS_SINKS:
         sink = tl.load(sinks + q_head, mask=row_ok, other=0.0).to(tl.float32) * LOG2_E
         m_all = tl.maximum(m, sink)
         l = l * tl.exp2(m - m_all) + tl.exp2(sink - m_all)
         acc = acc * tl.exp2(m - m_all)[:, None]
     acc = acc / tl.where(l > 0.0, l, 1.0)[:, None]
-    d = tl.arange(0, DV)[None, :]
-    tl.store(out_row[:, None] + d, acc.to(out_row.dtype.element_ty), mask=row_ok[:, None] & (d < HEAD_DIM_V))
+    d = tl.arange(0, DV)
+    ok = d < HEAD_DIM_V
+    if HALVES and DV != HEAD_DIM_V:
+        ok = d % (DV // 2) < HEAD_DIM_V // 2
+        d = d // (DV // 2) * (HEAD_DIM_V // 2) + d % (DV // 2)
+    tl.store(out_row[:, None] + d[None, :], acc.to(out_row.dtype.element_ty), mask=row_ok[:, None] & ok[None, :])

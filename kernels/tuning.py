@@ -68,6 +68,14 @@ DECODE = {
 }
 DECODE[100] = [(ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)), *DECODE[90][1:]]  # compiled, never measured
 
+# Quantised KV. Rows (K in int4, head size <=, tile); block_m 8: keys are the wide side (decode_quantised.py).
+QUANTISED_DECODE = {
+    80: [(False, 128, DecodeTile(8, 64, 4, 3, 3, 256)), (True, 128, DecodeTile(8, 32, 2, 3, 4, 256))],
+    90: [(False, 128, DecodeTile(8, 64, 2, 3, 4, 256, 224)), (True, 128, DecodeTile(8, 32, 1, 4, 10, 256, 200))],
+}
+for _rows in QUANTISED_DECODE.values():
+    _rows += [(int4, 256, replace(tile, block_n=32, num_warps=4, num_stages=2)) for int4, _, tile in _rows]
+
 # Rows (head size <=, tile).
 PREFILL = {
     80: [(64, PrefillTile(128, 64, 4, 3)), (128, PrefillTile(128, 64, 8, 2)), (256, PrefillTile(64, 32, 4, 2))],
@@ -101,6 +109,14 @@ def decode_tile(
     )
     block_m = max(tile.block_m, 1 << (group - 1).bit_length())
     return replace(tile, block_m=block_m, block_n=max(16, tile.block_n * 2 // max(2, element_size)))
+
+
+def quantised_decode_tile(capability: int, int4: bool, group: int, head_dim: int) -> DecodeTile:
+    """Tile of the decode kernel over quantised pages; int4: K's format."""
+    _check_head_dim(head_dim)
+    rows = QUANTISED_DECODE[90 if generation(capability) >= 90 else 80]
+    tile = next(tile for of_int4, most_dim, tile in rows if of_int4 == int4 and head_dim <= most_dim)
+    return replace(tile, block_m=max(tile.block_m, 1 << (group - 1).bit_length()))
 
 
 def decode_programs(pairs: int, programs_per_sm: int, num_sms: int) -> int:
