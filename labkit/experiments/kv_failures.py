@@ -67,23 +67,25 @@ def synthetic_keys(seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]
     return {"Gaussian": (q, k), "outlier channels": (q, k * scale), "constant offset": (q, k + shift)}
 
 
-class _KeepKeys:
-    """q and k of every layer; of the query heads that share a KV head, the first."""
+class _Keep:
+    """q, k and v of every layer; of the query heads that share a KV head, the first."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def __call__(
         self, layer: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if layer is not None:
-            self.layers[layer] = q[:, :: q.shape[1] // k.shape[1]].clone(), k.clone()
+            self.layers[layer] = q[:, :: q.shape[1] // k.shape[1]].clone(), k.clone(), v.clone()
         return q, k, v
 
 
-def layer_keys(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """q and k [num_tokens, num_kv_heads, D] of every layer, for one window of all ``token_ids``."""
-    keep = _KeepKeys()
+def layer_tensors(
+    model: PreTrainedModel, token_ids: Sequence[int]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """q, k and v [num_tokens, num_kv_heads, D] of every layer, k after RoPE, for one window of all ``token_ids``."""
+    keep = _Keep()
     for _ in window_logits(model, token_ids, keep, ctx=len(token_ids)):
         pass
     return keep.layers
@@ -97,9 +99,9 @@ def outlier_ratio(k: torch.Tensor) -> float:
 
 def failure_table(model: PreTrainedModel, token_ids: Sequence[int]) -> pd.DataFrame:
     """:func:`key_errors` of the synthetic cases, and of the real keys of the layer with the widest channel."""
-    real = layer_keys(model, token_ids)
+    real = layer_tensors(model, token_ids)
     worst = max(real, key=lambda layer: outlier_ratio(real[layer][1]))
-    cases = synthetic_keys() | {f"layer {worst} of {model.config.name_or_path}": real[worst]}
+    cases = synthetic_keys() | {f"layer {worst} of {model.config.name_or_path}": real[worst][:2]}
     tables = [key_errors(q, k).assign(case=case, outlier_ratio=outlier_ratio(k)) for case, (q, k) in cases.items()]
     columns = ["case", "outlier_ratio", "policy", "key_error", "score_error"]
     return pd.concat(tables, ignore_index=True).loc[:, columns]

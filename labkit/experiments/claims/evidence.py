@@ -52,15 +52,18 @@ def _kernel(kv_format: str) -> Lookup:
     return Lookup("h200/quant.json", match, "ratio_to_bf16", f"time of {kv_format} / bf16", "x", setting)
 
 
-def _quality(k_format: str) -> Lookup:
-    setting = ("k_format", "v_format", "tokens")
-    return Lookup("quality.json", {"k_dtype": k_format}, "delta_ppl_percent", "perplexity added", "%", setting)
+def _quality(policy: str) -> Lookup:
+    setting = ("policy", "tokens")
+    return Lookup("quality.json", {"policy": policy}, "delta_ppl_percent", "perplexity added", "%", setting)
 
 
 def _combined(column: str, quantity: str, unit: str) -> Lookup:
     return Lookup("h200/combined.json", {}, column, quantity, unit, ("model", "memory_limit_gib", "lengths", "rung"))
 
 
+_INT8, _FP8, _INT4 = map(
+    _quality, ("int8 per token-head", "fp8 e4m3 per token-head", "int4 K per channel, V per token")
+)
 _BY_BLOCK_SIZE = Lookup(
     "h200/kernels.json",
     {"op": "decode", "system": "labkit", "batch": "32x2048"},
@@ -80,15 +83,15 @@ LOOKUPS: dict[str, tuple[Lookup, ...]] = {
     "A27": (_BY_BLOCK_SIZE,),
     "A29": (_PREEMPTION,),
     "A33": (_serve("labkit"), _serve("transformers-cb"), _serve("transformers-generate")),
-    "A36": (_quality("int8"), _quality("fp8_e4m3"), _quality("int4")),
+    "A36": (_INT8, _FP8, _INT4),
     "A38": (_kernel("fp8"),),
     "A39": (_kernel("int8"),),
     "B29": (_HEADS,),
     "B30": (_CONVERSION, _UPTRAINING),
     "B33": (_HEADS,),
-    "B38": (_quality("int8"), _quality("int4")),
-    "B39": (_quality("int8"),),
-    "B40": (_quality("int4"),),
+    "B38": (_INT8, _INT4),
+    "B39": (_INT8,),
+    "B40": (_INT4,),
     "B41": (_kernel("int8"), _kernel("int4")),
     **{claim: (_combined("max_concurrency", "requests at once", ""),) for claim in ("B44", "B45", "B46")},
     **{claim: (_combined("tokens_per_second", "throughput", "tokens/s"),) for claim in ("B47", "B49")},
