@@ -209,7 +209,6 @@ class AttentionLaunch:
         """What the kernels know of the formats of K and V when they are compiled."""
         kv, dim_k, dim_v = self.kv, self.q.shape[2], self.out.shape[2]
         return dict(
-            QUANTISED=not isinstance(kv, KVPages),
             K_INT4=is_int4(kv.k, dim_k), K_SCALE=scale_kind(kv.k), K_CHANNELS=channels_a_scale(kv.k, dim_k),
             V_INT4=is_int4(kv.v, dim_v), V_SCALE=scale_kind(kv.v), V_CHANNELS=channels_a_scale(kv.v, dim_v),
         )  # fmt: skip
@@ -230,6 +229,7 @@ class AttentionLaunch:
             NUM_KV_HEADS=self.kv.num_kv_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             ROWS=rows, PARTS=min(8, max(1, 1024 * tile.num_warps // (rows * self.dv))),
             STAGES=tile.num_stages, MULTI_QUERY=max_query_len > 1,
+            TRANSPOSED=not isinstance(self.kv, KVPages) or tile.block_m < 16,
         )  # fmt: skip
         return KernelCall(decode_kernel, (programs,), arguments, self.constants() | self.formats() | constants, tile)
 

@@ -22,6 +22,8 @@ import torch
 import triton
 
 from . import KVPages, Workspace, paged_attention, reference, steps, swap_blocks, write_kv
+from .bench_quantised import CASES as QUANTISED_CASES
+from .bench_quantised import QuantisedCase
 from .measure import (
     PagePool,
     batch_lengths,
@@ -89,10 +91,11 @@ class Case:
 
 
 def row(
-    op: str, system: str, heads: Heads, batch: str, block_size: int | None, us: float, **more: Any
-) -> dict[str, Any]:
+    op: str, system: str, heads: Heads, batch: str, block_size: int | None, us: float, kv_format: str = "bf16",
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     base = {"op": op, "system": system, "heads": list(heads), "batch": batch, "block_size": block_size}
-    return base | {"kv_format": "bf16", "us": round(us, 2)} | {k: round(v, 5) for k, v in more.items()}
+    return base | {"kv_format": kv_format, "us": round(us, 2)} | {k: round(v, 5) for k, v in more.items()}
 
 
 def bench_decode(pool: PagePool, ceiling: float, peers: bool = True) -> Iterator[dict[str, Any]]:
@@ -184,6 +187,25 @@ def bench_steps(pool: PagePool, ceiling: float) -> Iterator[dict[str, Any]]:
         yield row("step", "shipped", heads, batch, 16, us, percent_of_ceiling=share)
 
 
+def bench_quantised(pool: PagePool, ceiling: float) -> Iterator[dict[str, Any]]:
+    """Decode over quantised pages, as a ratio to the same batch in bf16, measured just before."""
+    for heads in (MHA, GQA):
+        bf16_us = {}
+        for batch in dict.fromkeys(batch for _, _, batch in QUANTISED_CASES):
+            lens = batch_lengths(batch)
+            case = Case(pool, heads, lens, [1] * len(lens))
+            us = bf16_us[batch] = case.time()
+            share = 100 * case.kv_bytes() / us / 1e3 / ceiling
+            yield row("decode", "labkit", heads, batch, 16, us, percent_of_ceiling=share, ratio_to_bf16=1.0)
+        for kv_format, block_size, batch in QUANTISED_CASES:
+            case = QuantisedCase(kv_format, heads, batch_lengths(batch), block_size)
+            us = case.time()
+            yield row(
+                "decode", "labkit", heads, batch, block_size, us, kv_format, ratio_to_bf16=us / bf16_us[batch],
+                percent_of_ceiling=100 * case.kv_bytes() / us / 1e3 / ceiling, error=case.error(),
+            )  # fmt: skip
+
+
 def provenance() -> dict[str, str]:
     """Where a measurement comes from: GPU, driver, versions, commit, command, date."""
 
@@ -220,6 +242,7 @@ def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str],
         "write": lambda: bench_write(pool),
         "swap": lambda: bench_swap(pool),
         "steps": lambda: bench_steps(pool, ceiling),
+        "quantised": lambda: bench_quantised(pool, ceiling),
     }
     unknown = set(only or ()) - set(groups)
     if unknown:
@@ -237,7 +260,7 @@ def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str],
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--only", nargs="+", help="decode, prefill, mixed, write, swap, steps")
+    parser.add_argument("--only", nargs="+", help="decode, prefill, mixed, write, swap, steps, quantised")
     parser.add_argument("--no-peers", action="store_true", help="leave out torch SDPA, flashinfer and flash-attn")
     options = parser.parse_args()
     result = run(options.only, not options.no_peers)

@@ -1,16 +1,14 @@
-"""`labkit bench kernels --only quantised`: decode over quantised pages beside the same batch in bf16."""
+"""Batches over quantised pages, for `labkit bench kernels --only quantised`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from . import Workspace, paged_attention, reference
 from .compile_report import example_pages
-from .measure import batch_lengths, random_tables, time_calls
+from .measure import random_tables, time_calls
 from .pages import KVPages, QuantisedKVPages, QuantisedPages
 
 Heads = tuple[int, int, int]
@@ -92,22 +90,3 @@ class QuantisedCase:
             scale=self.scale, max_query_len=1, tail_rows=self.tail_rows[-1:],
         )  # fmt: skip
         return float((got - want).norm() / want.norm())
-
-
-def measure(
-    kv_format: str, heads: Heads, block_size: int, batch: str, ceiling: float, bf16_us: float
-) -> dict[str, Any]:
-    case = QuantisedCase(kv_format, heads, batch_lengths(batch), block_size)
-    us = case.time()
-    return {
-        "op": "decode", "system": "labkit", "heads": list(heads), "batch": batch, "block_size": block_size,
-        "kv_format": kv_format, "us": round(us, 2), "ratio_to_bf16": round(us / bf16_us, 4),
-        "percent_of_ceiling": round(100 * case.kv_bytes() / us / 1e3 / ceiling, 2), "error": round(case.error(), 5),
-    }  # fmt: skip
-
-
-def bench_quantised(bf16_us: dict[tuple[Heads, str], float], ceiling: float) -> Iterator[dict[str, Any]]:
-    """One row a case for each of the heads in bf16_us, the times of the same batches in bf16."""
-    for heads in dict.fromkeys(heads for heads, _ in bf16_us):
-        for kv_format, block_size, batch in CASES:
-            yield measure(kv_format, heads, block_size, batch, ceiling, bf16_us[heads, batch])

@@ -150,7 +150,7 @@ def decode_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr, MULTI_QUERY: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    QUANTISED: tl.constexpr, K_INT4: tl.constexpr, K_SCALE: tl.constexpr, K_CHANNELS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, K_INT4: tl.constexpr, K_SCALE: tl.constexpr, K_CHANNELS: tl.constexpr,
     V_INT4: tl.constexpr, V_SCALE: tl.constexpr, V_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -196,7 +196,7 @@ def decode_kernel(
         q_row = q + (query_start + row // GROUP).to(tl.int64) * q_token + (head * GROUP + row % GROUP) * q_head
         row_ok = row < query_len * GROUP
         row_pos = seq_len - query_len + row // GROUP
-        if QUANTISED:
+        if TRANSPOSED:
             tail_row = tl.load(tail_rows + seq) if k.tail is not None else 0
             acc, m, l = attend_quantised(
                 q_row, row_ok, k, v, head, tail_row, table_row, begin, end, seq_len, visible_from, row_pos, window,
