@@ -11,6 +11,7 @@ import torch
 from labkit.engine.input_batch import InputBatch, stage_inputs
 from labkit.engine.kv_storage import KVStorage, LayerShape, cache_spec
 from labkit.engine.quantised_pages import allocate_pages, format_of
+from labkit.engine.tail_rows import TailRows
 from labkit.engine.torch_attention import TorchPagedAttention
 from labkit.engine.torch_quantised import QuantisedReader
 from labkit.kernels import KVPages, QuantisedKVPages, reference
@@ -164,6 +165,13 @@ def test_blocks_are_copied_with_their_scales(format):
         for table in tables
     )
     assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+
+
+def test_a_request_keeps_its_tail_row_until_it_is_taken_back():
+    rows = TailRows(2)
+    assert (rows.of("a"), rows.of("b"), rows.of("a"), len(rows)) == (0, 1, 0, 2)
+    rows.release(["a", "never ran"])
+    assert (rows.of("c"), rows.of("b"), len(rows)) == (0, 1, 2)
 
 
 def test_16_bit_layers_keep_plain_pages():
