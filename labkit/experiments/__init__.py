@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 from .provenance import provenance
 
 if TYPE_CHECKING:
+    from .combined_ladder import combined, predict_combined
     from .recorded_run import record_run
     from .serve_report import save_rows, table
     from .serving import SYSTEMS, ServeRow, bench_serve, bench_serve_shape
     from .serving_workload import ServeRequest, standard_workload, table_workload
 
 _HOME_OF = {
+    "combined": "combined_ladder",
+    "predict_combined": "combined_ladder",
     "record_run": "recorded_run",
     "save_rows": "serve_report",
     "table": "serve_report",
@@ -40,6 +43,8 @@ __all__ = [
     "ServeRow",
     "bench_serve",
     "bench_serve_shape",
+    "combined",
+    "predict_combined",
     "provenance",
     "record_run",
     "save_rows",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from labkit.models import convert_kv_heads, embedded, load_model, random_model
 from labkit.simulation import DeviceCalibration, LengthTable, calibrate, recorded_rows
 
 from .combined_rungs import LADDER, RUNGS, Rung
-from .combined_setting import GPU_MEMORY_UTILIZATION, Setting, serve_window
+from .combined_setting import GPU_MEMORY_UTILIZATION, Limits, Setting, serve_window
 from .combined_traffic import LENGTHS
 from .provenance import provenance
 from .recorded import results
 
 Row = dict[str, Any]
+RungNames = Collection[str] | None
 
 SHAPES_TO_TRY = ("llama-2-13b", "llama-2-7b", "phi-3-mini", "smollm2-1.7b", "smollm2-360m", "smollm2-135m")
 """Largest first: on a GPU the first is taken that leaves room for three full requests."""
@@ -49,7 +50,7 @@ def combined(
     *,
     context: int | None = None,
     lengths: Collection[str] = LENGTHS,
-    rungs: Collection[str] | None = None,
+    rungs: RungNames | Mapping[str, RungNames] = None,
     window: float | None = None,
     ramp: float | None = None,
     out: Path | None = None,
@@ -66,6 +67,7 @@ def combined(
         context: longest request; None is 4096 on a GPU and 256 on a CPU.
         lengths: "full" (every request fills the context) or the name of a length table.
         rungs: names of :data:`RUNGS`; None is the ladder, and on table lengths also what the ablation adds to it.
+            A mapping chooses for each length setting.
         window, ramp: seconds that are measured, after seconds that are not; a static batch is always measured whole.
             None is 10 and 1 on a GPU, 2 and 0 on a CPU.
         out: a JSON file that is written after each row. Rows it has are not measured again, and predictions it has
@@ -81,7 +83,7 @@ def combined(
     ramp = (1.0 if on_gpu else 0.0) if ramp is None else ramp
     if calibration is None and on_gpu and "H200" in torch.cuda.get_device_name():
         calibration = calibrate(recorded_rows())
-    setting, rows = _plan(model, memory_limit, context, lengths, rungs, window, out, calibration, None)
+    setting, rows = _plan(model, memory_limit, context, lengths, rungs, window, ramp, out, calibration, None)
     source = _Source(setting)
     due = [row for row in rows if row.get("tokens_per_second") is None]
     due.sort(key=lambda row: RUNGS[row["rung"]].few_kv_heads)  # each model is made once
@@ -105,13 +107,14 @@ def predict_combined(
     device: str = "cuda",
     context: int | None = None,
     lengths: Collection[str] = LENGTHS,
-    rungs: Collection[str] | None = None,
+    rungs: RungNames | Mapping[str, RungNames] = None,
     window: float = 10.0,
+    ramp: float = 1.0,
     out: Path | None = None,
     calibration: DeviceCalibration | None = None,
 ) -> pd.DataFrame:
     """What :func:`combined` would find on another machine: its rows with predictions only, for it to go on from."""
-    _, rows = _plan(model, memory_limit, context, lengths, rungs, window, out, calibration, device)
+    _, rows = _plan(model, memory_limit, context, lengths, rungs, window, ramp, out, calibration, device)
     return pd.DataFrame(rows)
 
 
@@ -120,29 +123,32 @@ def _plan(
     memory_limit: float | None,
     context: int | None,
     lengths: Collection[str],
-    rungs: Collection[str] | None,
+    rungs: RungNames | Mapping[str, RungNames],
     window: float,
+    ramp: float,
     out: Path | None,
     calibration: DeviceCalibration | None,
     device: str | None,
 ) -> tuple[Setting, list[Row]]:
     """The setting and a row for each length setting and rung, with its prediction."""
-    if unknown := set(rungs or ()) - set(RUNGS):
-        raise ValueError(f"rungs must be among {', '.join(RUNGS)}, got {', '.join(sorted(unknown))}")
-    for kind in set(lengths) - {"full"}:
-        LengthTable.load(kind)  # or ValueError, before anything is measured
+    names = {kind: rungs.get(kind) if isinstance(rungs, Mapping) else rungs for kind in lengths}
+    for kind, chosen in names.items():
+        if unknown := set(chosen or ()) - set(RUNGS):
+            raise ValueError(f"rungs must be among {', '.join(RUNGS)}, got {', '.join(sorted(unknown))}")
+        if kind != "full":
+            LengthTable.load(kind)  # or ValueError, before anything is measured
     setting = _setting(model, memory_limit, context, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     earlier = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
     known = {tuple(row[key] for key in _KEY): row for row in earlier}
     rows = []
     for kind in lengths:
-        for rung in _wanted(kind, rungs):
+        for rung in _wanted(kind, names[kind]):
             row = _blank(setting, rung, kind)
             if (key := tuple(row[name] for name in _KEY)) in known:
                 rows.append(known[key])
                 continue
             try:
-                row |= setting.predict(rung, kind, window, calibration)
+                row |= setting.predict(rung, kind, window, ramp, calibration)
             except ValueError as error:
                 row["not_measured"] = f"ValueError: {error}"
             rows.append(row)
@@ -150,7 +156,7 @@ def _plan(
     return setting, rows
 
 
-def _wanted(kind: str, rungs: Collection[str] | None) -> list[Rung]:
+def _wanted(kind: str, rungs: RungNames) -> list[Rung]:
     if rungs is not None:
         return [rung for name, rung in RUNGS.items() if name in rungs]
     return list(LADDER) if kind == "full" else list(RUNGS.values())
@@ -181,7 +187,7 @@ def _largest_that_fits(memory_limit: float, context: int) -> ModelShape:
     for name in SHAPES_TO_TRY:
         setting = Setting(MODEL_SHAPES[name], "cuda", memory_limit, context)
         try:
-            if setting.plan(LADDER[0], 16).max_concurrency() >= 3:
+            if setting.plan(LADDER[0], Limits(16, 2048)).max_concurrency() >= 3:
                 return setting.shape
         except ValueError:
             continue
@@ -229,6 +235,7 @@ class _Source:
 
 def _measured(model: PreTrainedModel, setting: Setting, rung: Rung, row: Row, window: float, ramp: float) -> Row:
     """The figures of one rung."""
+    limits = setting.limits(rung, row["lengths"])
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with LLM(
@@ -236,8 +243,8 @@ def _measured(model: PreTrainedModel, setting: Setting, rung: Rung, row: Row, wi
         max_model_len=setting.context,
         block_size=rung.block_size,
         gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
-        max_num_seqs=setting.max_num_seqs(rung, row["lengths"]),
-        max_num_batched_tokens=setting.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         enable_prefix_caching=rung.shares_prefix,
         kv_cache_dtype=rung.kv_cache_dtype,
         memory_limit=setting.memory_limit,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from labkit.core import Engine
 from labkit.engine.decode_graphs import capture_sizes
@@ -19,6 +21,13 @@ from .combined_window import Load, steady_window
 
 GPU_MEMORY_UTILIZATION = 0.9
 _BYTES_PER_GRAPH = 8 << 20  # launch records, as the engine's memory plan has them
+
+
+class Limits(NamedTuple):
+    """What the engine is told."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +51,6 @@ class Setting:
         """Of weights and unquantised cache."""
         return "bfloat16" if self.device == "cuda" else "float32"
 
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """Token budget of a step: enough to keep the device's arithmetic busy."""
-        return 2048 if self.device == "cuda" else 256
-
     def shape_of(self, rung: Rung) -> ModelShape:
         """The model with the rung's KV heads: one for each query head, or as many as divide them and are at most 8."""
         heads = self.shape.num_heads
@@ -57,11 +61,11 @@ class Setting:
         """Who comes."""
         return traffic(lengths, self.context, self.shape.vocab_size, shares_prefix=rung.shares_prefix)
 
-    def plan(self, rung: Rung, max_num_seqs: int) -> CapacityPlan:
+    def plan(self, rung: Rung, limits: Limits) -> CapacityPlan:
         """The closed form, with what the engine sets aside beside weights and pool."""
         shape = self.shape_of(rung)
         kv_dtype = self.dtype if rung.kv_cache_dtype == "auto" else rung.kv_cache_dtype
-        tails = shape.kv_spec(kv_dtype, rung.block_size).bytes_for_tails(max_num_seqs, self.dtype)
+        tails = shape.kv_spec(kv_dtype, rung.block_size).bytes_for_tails(limits.max_num_seqs, self.dtype)
         on_gpu = self.device == "cuda"
         capped = GPU("capped device", int(self.memory_limit * GIB), 1.0, 1.0, (9, 0), "memory_limit")
         return plan_capacity(
@@ -71,42 +75,49 @@ class Setting:
             kv_dtype=kv_dtype,
             block_size=rung.block_size,
             gpu_memory_utilization=GPU_MEMORY_UTILIZATION if on_gpu else 1.0,
-            activation_bytes=tails + (_set_aside(shape, max_num_seqs, self.max_num_batched_tokens) if on_gpu else 0),
+            activation_bytes=tails + (_set_aside(shape, limits) if on_gpu else 0),
             max_model_len=self.context,
         )
 
-    def max_num_seqs(self, rung: Rung, lengths: str) -> int:
-        """More than memory will hold, so that memory decides; not many more, since each takes some of it."""
-        who, most = self.traffic(rung, lengths), self.max_num_batched_tokens
-        limit = 16
-        while limit < most:
-            expected = expected_concurrency(rung, who, self.plan(rung, limit).num_blocks)
-            if 1.15 * expected + 12 <= limit:
+    def limits(self, rung: Rung, lengths: str) -> Limits:
+        """Wide enough that memory decides: more requests than it holds, and tokens for all their prompts.
+
+        Not much wider, since each request and token that may run takes some memory. A request that leaves after
+        E[output] steps brings a new prompt, so a step has (1 + E[prompt] / E[output]) tokens for each that runs.
+        """
+        who = self.traffic(rung, lengths)
+        prompt = max(1.0, float(np.mean(who.prompts - np.minimum(who.shared, who.prompts))))
+        tokens_each = 1 + prompt / float(np.mean(who.outputs))
+        most, at_least = (2048, 2048) if self.device == "cuda" else (256, 256)
+        limits = Limits(16, at_least)
+        while limits.max_num_seqs < most:
+            expected = expected_concurrency(rung, who, self.plan(rung, limits).num_blocks)
+            if 1.15 * expected + 12 <= limits.max_num_seqs:
                 break
-            limit = min(most, limit + limit // 16 + 1)
-        return limit
+            wider = min(most, limits.max_num_seqs + limits.max_num_seqs // 16 + 1)
+            limits = Limits(wider, max(at_least, int(wider * tokens_each)))
+        return limits
 
     def predict(
-        self, rung: Rung, lengths: str, seconds: float, calibration: DeviceCalibration | None
+        self, rung: Rung, lengths: str, seconds: float, ramp: float, calibration: DeviceCalibration | None
     ) -> dict[str, Any]:
         """Concurrency by the closed form, tokens/s by the simulator; None for the latter without a calibration."""
-        max_num_seqs = self.max_num_seqs(rung, lengths)
-        plan = self.plan(rung, max_num_seqs)
+        limits = self.limits(rung, lengths)
+        plan = self.plan(rung, limits)
         who = self.traffic(rung, lengths)
         concurrency = round(expected_concurrency(rung, who, plan.num_blocks))
         predicted: dict[str, Any] = {"predicted_concurrency": concurrency, "predicted_tokens_per_second": None}
         if calibration is not None:
             executor = calibration.executor(self.shape_of(rung), plan.spec)
-            engine = Engine(self.scheduler(rung, max_num_seqs), executor)
-            figures = serve_window(engine, who, concurrency, seconds)
+            figures = serve_window(Engine(self.scheduler(rung, limits), executor), who, concurrency, seconds, ramp)
             predicted["predicted_tokens_per_second"] = figures["tokens_per_second"]
             predicted["predicted_itl_p99_s"] = figures["itl_p99_s"]
         return predicted
 
-    def scheduler(self, rung: Rung, max_num_seqs: int) -> Scheduler:
+    def scheduler(self, rung: Rung, limits: Limits) -> Scheduler:
         """The scheduler and allocator that the engine would have."""
-        plan = self.plan(rung, max_num_seqs)
-        config = SchedulerConfig(max_num_seqs, self.max_num_batched_tokens, self.context)
+        plan = self.plan(rung, limits)
+        config = SchedulerConfig(limits.max_num_seqs, limits.max_num_batched_tokens, self.context)
         if rung.kv_allocator == "paged":
             kv = KVCacheManager(plan.num_blocks, plan.spec.block_size, enable_prefix_caching=rung.shares_prefix)
         else:
@@ -129,12 +140,13 @@ def serve_window(engine: Engine, who: Traffic, concurrency: int, seconds: float,
     return steady_window(load, seconds, ramp)
 
 
-def _set_aside(shape: ModelShape, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+def _set_aside(shape: ModelShape, limits: Limits) -> int:
     """Bytes that the engine should set aside on a GPU: its largest step, and CUDA graphs."""
-    sizes = capture_sizes(max_num_seqs)
+    num_seqs, num_tokens = limits
+    sizes = capture_sizes(num_seqs)
     logits = 2 * sum(sizes) * shape.vocab_size
-    graphs = _step_bytes(shape, max_num_seqs, max_num_seqs) + logits + len(sizes) * _BYTES_PER_GRAPH
-    return _step_bytes(shape, max_num_batched_tokens, max_num_seqs) + graphs
+    graphs = _step_bytes(shape, num_seqs, num_seqs) + logits + len(sizes) * _BYTES_PER_GRAPH
+    return _step_bytes(shape, num_tokens, num_seqs) + graphs
 
 
 def _step_bytes(shape: ModelShape, num_tokens: int, num_seqs: int) -> int:

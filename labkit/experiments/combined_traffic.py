@@ -92,7 +92,7 @@ def _evenly_spread(count: int) -> NDArray[np.float64]:
     Source: Kronecker's sequence with the golden ratio and the square root of 2, the steps that spread best.
     """
     steps = np.array([(5**0.5 - 1) / 2, 2**0.5 - 1])
-    return (0.5 + steps[:, None] * np.arange(1, count + 1)) % 1
+    return np.modf(0.5 + steps[:, None] * np.arange(1, count + 1))[0]
 
 
 def _scaled(lengths: list[float], factor: float) -> NDArray[np.int64]:

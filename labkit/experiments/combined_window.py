@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -15,6 +16,7 @@ from labkit.scheduling import Request, StaticScheduler
 from .combined_traffic import Traffic
 
 _MIN_WAITING = 32
+_NO_LIMIT = 1 << 40
 
 
 class Load:
@@ -45,7 +47,17 @@ class Load:
         return not self.is_static or not self.engine.scheduler.running
 
     def settle(self) -> None:
-        """Go on until as many have finished as were met under way, or until a static batch has ended."""
+        """Go on until as many have finished as were met under way, or until a static batch has ended.
+
+        The first step takes all prompts that memory holds, whatever the budget: those met under way keep their ages.
+        """
+        scheduler = self.engine.scheduler
+        config = scheduler.config
+        scheduler.config = replace(config, max_num_batched_tokens=_NO_LIMIT)
+        for _ in range(self._num_first):
+            self.engine.add_request(next(self._requests))
+        self.step()
+        scheduler.config = config
         while self._num_finished < max(1, self._num_first) or not self.may_cut:
             self.step()
 

@@ -2,12 +2,13 @@
 
 Exports :func:`usage_timeline` and :func:`batch_timeline` (of a trace), :func:`memory_split` and
 :func:`memory_timeline` (of a memory monitor), :func:`utilisation_over_time`, :func:`utilisation_at_final_length`,
-:func:`prefix_hit_curve` and :func:`predicted_against_measured` (of simulated experiments), and :func:`show`, which
-prints the source of a class or function.
+:func:`prefix_hit_curve` and :func:`predicted_against_measured` (of simulated experiments), :func:`combined_ladder` (of
+the combined experiment), and :func:`show`, which prints the source of a class or function.
 """
 
 from .batch_timeline import batch_timeline
 from .claim_card import claim_cards
+from .combined import combined_ladder
 from .memory import memory_split, memory_timeline
 from .simulation import (
     predicted_against_measured,
@@ -21,6 +22,7 @@ from .usage import usage_timeline
 __all__ = [
     "batch_timeline",
     "claim_cards",
+    "combined_ladder",
     "memory_split",
     "memory_timeline",
     "predicted_against_measured",
