@@ -45,11 +45,11 @@ class LLM:
     whose scales are fixed before the run (:func:`labkit.quant.save_scales`). ``block_size`` None is 16, or 32 where
     the tokens of a block share scales, as K's do in "int4".
 
-    Args that are not vLLM's: ``attention_backend`` ("auto", "torch", "triton", or for
-    comparison "unfused": a quantised cache is dequantised, then attended); ``kv_allocator`` ("paged", or for
-    comparison "reserve_max", "reserve_power_of_two", "reserve_oracle", "first_fit"); ``scheduler`` ("continuous", or
-    for comparison "static"); ``memory_limit`` (GiB: the engine acts as if the device had no more; on a GPU that binds
-    all of torch in this process until :meth:`close`). ``swap_space`` is GiB of host memory for preempted sequences.
+    Args that are not vLLM's: ``attention_backend`` ("auto", "torch", "triton", or for comparison "unfused", which
+    dequantises, then attends); ``kv_allocator`` ("paged", or for comparison "reserve_max", "reserve_power_of_two",
+    "reserve_oracle", "first_fit"); ``scheduler`` ("continuous", or for comparison "static"); ``memory_limit`` (GiB: the
+    engine acts as if the device had no more; on a GPU that binds all of torch in this process until :meth:`close`).
+    ``swap_space`` is GiB of host memory for preempted sequences.
     ``quantization="fp8"`` rounds the weights, not the KV cache: :mod:`labkit.models.fp8_weights`.
 
     Raises ValueError or TypeError naming the argument, its value and the allowed range; NotImplementedError naming an

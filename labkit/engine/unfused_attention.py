@@ -2,9 +2,12 @@
 
 K and V are quantised on write as by `triton`. Attention first makes 16-bit pages of all blocks of the step, in plain
 torch, then runs the unquantised kernel on them: a baseline to measure fused kernels against, in time and in memory.
+The copies of one layer's K and V need room beside the pool: lower gpu_memory_utilization for it.
 """
 
 from __future__ import annotations
+
+from math import prod
 
 import torch
 
@@ -13,6 +16,8 @@ from labkit.kernels import KVPages, QuantisedKVPages, QuantisedPages
 from .input_batch import InputBatch
 from .quantised_pages import read_blocks
 from .triton_attention import TritonBackend, TritonPagedAttention
+
+_VALUES_AT_ONCE = 1 << 26  # the float32 numbers in between take no more room than that
 
 
 class UnfusedBackend(TritonBackend):
@@ -49,7 +54,12 @@ class UnfusedPagedAttention(TritonPagedAttention):
         """All blocks of the step, in the order of its block table: [num_seqs * max_blocks, heads, block_size, D]."""
         batch, block_size = self._batch, pages.codes.shape[2]
         num_seqs, max_blocks = batch.block_table.shape
-        values = read_blocks(pages, head_dim, batch.block_table.flatten().long(), dtype)
+        blocks = batch.block_table.flatten().long()
+        shape = (*pages.codes.shape[1:3], head_dim)
+        values = torch.empty(len(blocks), *shape, dtype=dtype, device=blocks.device)
+        count = max(1, _VALUES_AT_ONCE // prod(shape))
+        for some, into in zip(blocks.split(count), values.split(count), strict=True):
+            into.copy_(read_blocks(pages, head_dim, some, dtype))
         if tail is not None and batch.tail_rows is not None:  # unfinished blocks are in the tails
             seqs = torch.arange(num_seqs, device=values.device)
             at = seqs * max_blocks + (batch.seq_lens // block_size).clamp(max=max_blocks - 1)
