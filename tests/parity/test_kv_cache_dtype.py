@@ -150,6 +150,23 @@ def test_samples_of_a_request_share_full_blocks_and_begin_alike(model):
             assert [sample[:8] for sample in samples] == [single[:8]] * 3
 
 
+def test_two_engines_of_one_model_store_their_own_way(model):
+    alone = {}
+    for name in ("int8", "int4"):
+        with open_llm(model, name, block_size=4) as llm:
+            alone[name] = answers(llm)
+    with open_llm(model, "int8", block_size=4) as one, open_llm(model, "int4", block_size=4) as other:
+        for number, prompt in enumerate(prompts()):
+            for llm in (one, other):
+                llm.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+        ended: dict[str, dict[str, list[int]]] = {"int8": {}, "int4": {}}
+        while one.has_unfinished() or other.has_unfinished():
+            for name, llm in (("int8", one), ("int4", other)):
+                ended[name] |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
+        for name, tokens in ended.items():
+            assert [[tokens[str(i)]] for i in range(len(tokens))] == alone[name]
+
+
 def test_tail_rows_come_back_after_an_abort(model):
     with open_llm(model, "int4", block_size=4, num_gpu_blocks_override=26, swap_space=0.5) as llm:
         rng = random.Random(2)
