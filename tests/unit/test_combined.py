@@ -10,11 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from labkit.experiments.combined_document import FILE, PAGE, page
 from labkit.experiments.combined_ladder import combined, predict_combined
 from labkit.experiments.combined_report import effects, ladder_table
 from labkit.experiments.combined_rungs import ABLATION, LADDER, RUNGS
 from labkit.experiments.combined_setting import Setting
 from labkit.experiments.combined_traffic import traffic
+from labkit.experiments.recorded import results
 from labkit.figures.combined import combined_ladder
 from labkit.kv_math import ModelShape, model_shape
 
@@ -38,7 +40,7 @@ def test_traffic_fits_the_context_and_fills_it_where_it_should():
 
 @pytest.mark.parametrize(
     ("name", "lengths"),
-    [("+ GQA", "azure_conv"), ("+ INT8 KV", "full"), ("+ INT4 KV", "full"), ("+ shared prefix", "full")],
+    [("+ GQA", "azure_conv"), ("+ INT8 KV", "full"), ("+ INT4 KV", "full")],
 )
 def test_the_closed_form_is_what_scheduler_and_allocator_reach(name: str, lengths: str):
     from labkit.core import Engine
@@ -46,8 +48,8 @@ def test_the_closed_form_is_what_scheduler_and_allocator_reach(name: str, length
     from labkit.simulation import SimulatedExecutor
 
     setting = Setting(model_shape("llama-2-13b"), "cuda", 40.0, 4096)
-    expected = setting.predict(RUNGS[name], lengths, 1.0, None)["predicted_concurrency"]
-    scheduler = setting.scheduler(RUNGS[name], setting.max_num_seqs(RUNGS[name], lengths))
+    expected = setting.predict(RUNGS[name], lengths, 1.0, 0.0, None)["predicted_concurrency"]
+    scheduler = setting.scheduler(RUNGS[name], setting.limits(RUNGS[name], lengths))
     engine = Engine(scheduler, SimulatedExecutor(lambda plan: 0.01))
     figures = serve_window(engine, setting.traffic(RUNGS[name], lengths), expected, 4.0)
     assert figures["max_concurrency"] == pytest.approx(expected, rel=0.05)
@@ -73,7 +75,7 @@ def test_every_rung_runs_on_a_cpu_and_what_is_there_is_not_measured_again(tmp_pa
         assert row["max_concurrency"] == pytest.approx(row["predicted_concurrency"], rel=0.05, abs=1)
         assert row["tokens_per_second"] > 0
     assert by_rung["baseline"]["bytes_per_request"] == 2 * 2 * 4 * 16 * 4 * 256  # reserved whole
-    sizes = [by_rung[rung.name]["bytes_per_request"] for rung in LADDER]
+    sizes = [by_rung[name]["bytes_per_request"] for name in ("baseline", "+ paged", "+ GQA", "+ INT8 KV", "+ INT4 KV")]
     assert sizes == sorted(sizes, reverse=True)
 
     monkeypatch.setattr("labkit.experiments.combined_ladder.LLM", None)  # measuring anything would fail
@@ -121,3 +123,9 @@ def test_the_figure_shows_one_ladder(tmp_path: Path):
     assert {trace["name"] for trace in figure.to_dict()["data"]} == {"measured", "predicted", "article's claim"}
     with pytest.raises(ValueError, match="one ladder, got 2"):
         combined_ladder(ladder_table(pd.concat([rows, rows.assign(lengths="azure_conv")])))
+
+
+def test_the_page_shows_the_recorded_rows():
+    assert PAGE.read_text() == page(results(FILE))
+    document = {"rows": records(made_up()), "provenance": None}
+    assert "| m, 40 GiB | GQA | nothing | 5.00 | 5.00 |" in page(document)
