@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 GIB = 1 << 30
@@ -13,6 +15,11 @@ def cap_memory(device: torch.device, num_bytes: int | None) -> None:
         total = torch.cuda.mem_get_info(device)[1]
         fraction = 1.0 if num_bytes is None else min(1.0, num_bytes / total)
         torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
+def keep_for_good(thing: object) -> None:
+    """Never free ``thing``: torch ends the process when pinned memory is freed after its device has failed."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def weights_do_not_fit(name: object, device: torch.device) -> RuntimeError:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _CPU_POOL_LIMIT = 4 * GIB
 _CPU_POOL_SHARE = 0.25
-_BYTES_PER_GRAPH = 8 << 20
+_BYTES_PER_GRAPH = 1 << 20  # what torch's allocator rounds up; launch records were too small to see on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,27 +238,28 @@ def _largest_step(model: PreTrainedModel, max_num_batched_tokens: int, max_num_s
 
 
 def _graph_bytes(model: PreTrainedModel, max_num_seqs: int) -> int:
-    """What CUDA graphs will take: activations of the largest, which all share; each one's logits and launch records."""
+    """What CUDA graphs will take: activations of the largest, which all share, and each one's logits."""
     sizes = capture_sizes(max_num_seqs)
     head = model.get_output_embeddings()
     logits = sum(sizes) * head.weight.shape[0] * head.weight.itemsize if head is not None else 0  # type: ignore
-    return _peak_activations(model, max_num_seqs, max_num_seqs) + logits + len(sizes) * _BYTES_PER_GRAPH
+    activations = _peak_activations(model, max_num_seqs, max_num_seqs, samples=False)
+    return activations + logits + len(sizes) * _BYTES_PER_GRAPH
 
 
 @torch.inference_mode()
-def _peak_activations(model: PreTrainedModel, num_tokens: int, num_logits: int) -> int:
+def _peak_activations(model: PreTrainedModel, num_tokens: int, num_logits: int, *, samples: bool = True) -> int:
     """Bytes that a step takes beside weights and cache: run it, without attention, and look."""
     device = model.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
-    positions = torch.arange(num_tokens, device=device)[None]
+    positions = torch.arange(num_tokens, device=device)[None] % (_model_limit(model) or num_tokens)
     with attention_handled_by(_NoAttention()):
         logits = model(
             tokens, position_ids=positions, use_cache=False, logits_to_keep=torch.arange(num_logits, device=device)
         ).logits
-    probs = logits.float().softmax(-1)  # sampling keeps a few copies of the logits
+    probs = logits.float().softmax(-1) if samples else None  # sampling keeps a few copies of the logits
     del logits, probs
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ pinned memory the copy takes its place in that line and the host goes on.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,12 +26,23 @@ def upload_array(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def download(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Start a copy of ``tensor`` to the host; it may be read when the event has happened (None: at once)."""
-    if tensor.device.type == "cpu":
-        return tensor, None
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return host, event
+class Landings:
+    """Pinned memory where the tokens of the last few steps arrive, used in turns; on a CPU there is none.
+
+    It is never freed while the device runs: torch ends the process if that happens after the device has failed.
+    """
+
+    def __init__(self, size: int, count: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._buffers = deque(torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(count * on_gpu))
+
+    def download(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Start a copy of int64 ``tokens`` to the host; it may be read when the event has happened (None: at once)."""
+        if not self._buffers:
+            return tokens, None
+        self._buffers.rotate()
+        host = self._buffers[0][: len(tokens)]
+        host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return host, event

@@ -44,6 +44,7 @@ def model(request) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=128,
         initializer_range=0.3,
         eos_token_id=EOS,
