@@ -12,10 +12,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import lesson_01, lesson_02, lesson_03, lesson_04, lesson_05, lesson_06, lesson_09
+from . import (
+    lesson_01,
+    lesson_02,
+    lesson_03,
+    lesson_04,
+    lesson_05,
+    lesson_06,
+    lesson_07,
+    lesson_08,
+    lesson_09,
+    lesson_10,
+)
 from .exercise import Exercise, Failed, Report, solution_source
 
-_LESSONS = (lesson_01, lesson_02, lesson_03, lesson_04, lesson_05, lesson_06, lesson_09)
+_LESSONS = (
+    lesson_01,
+    lesson_02,
+    lesson_03,
+    lesson_04,
+    lesson_05,
+    lesson_06,
+    lesson_07,
+    lesson_08,
+    lesson_09,
+    lesson_10,
+)
 EXERCISES: dict[str, Exercise] = {exercise.id: exercise for lesson in _LESSONS for exercise in lesson.EXERCISES}
 _hints_given: dict[str, int] = {}
 

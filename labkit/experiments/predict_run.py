@@ -1,0 +1,95 @@
+"""Predict a run on this machine before making it: a step's time fitted to a short warm-up, then the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from labkit.engine import LLM
+from labkit.memory import KVCacheManager
+from labkit.observe import BlockTableState, Trace
+from labkit.scheduling import Request, SamplingParams, Scheduler, StepPlan
+from labkit.simulation import SimulatedExecutor, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class FittedStep:
+    """Seconds of a step: ``per_step`` + ``per_token`` x its tokens + ``per_context`` x context tokens it reads."""
+
+    per_step: float
+    per_token: float
+    per_context: float
+
+    def __call__(self, plan: StepPlan) -> float:
+        """Seconds for one step."""
+        context = sum(first + count for _, first, count, _, _ in plan.requests)
+        return self.per_step + self.per_token * plan.num_scheduled_tokens + self.per_context * context
+
+    def __str__(self) -> str:
+        return (
+            f"{1e3 * self.per_step:.2f} ms a step + {1e3 * self.per_token:.3f} ms a token "
+            f"+ {1e6 * self.per_context:.2f} µs a context token"
+        )
+
+
+def fit_steps(llm: LLM) -> FittedStep:
+    """Run a few batches of prompts on an idle engine and fit :class:`FittedStep` to their steps (non-negative)."""
+    rng = np.random.default_rng(0)
+    rows, seconds = [], []
+    for batch_size, length in ((1, 16), (4, 48), (8, 96), (2, 128)):
+        llm.engine.restart_records()
+        prompts = rng.integers(10, llm.model.config.vocab_size, (batch_size, length)).tolist()
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        llm.generate(prompts, params, use_tqdm=False)
+        context = 0
+        ends = [step.end for step in llm.trace]
+        for number, step in enumerate(list(llm.trace)[:-1]):
+            tokens = sum(step.num_scheduled_tokens)
+            context = tokens if number == 0 else context + tokens
+            if number:  # the first step of a size compiles or warms up
+                rows.append((1.0, tokens, context))
+                seconds.append(ends[number] - ends[number - 1])
+    llm.engine.restart_records()
+    llm.reset_prefix_cache()
+    return FittedStep(*_non_negative_fit(np.array(rows), np.array(seconds)))
+
+
+def predicted_trace(
+    llm: LLM, cost: FittedStep, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> Trace:
+    """The run that ``llm.generate(prompts, params)`` would be, all requests there at once, on a simulated clock.
+
+    Scheduler limits and pool are those of ``llm``; lengths must be forced (``ignore_eos``).
+    """
+    memory, config = llm.memory, llm.engine.scheduler.config
+    kv = KVCacheManager(memory.num_blocks, memory.block_size)
+    trace = Trace(memory.num_blocks, memory.block_size)
+    requests = [Request(str(i), prompt, one) for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))]
+    simulate(requests, Scheduler(config, kv), SimulatedExecutor(cost), trace=trace)
+    return trace
+
+
+def occupancy(trace: Trace, name: str) -> pd.DataFrame:
+    """Live tokens and running requests after each step, against seconds since the first: columns for a figure."""
+    state, rows = BlockTableState(trace.num_blocks, trace.block_size), []
+    begin = trace.steps[0].start
+    for step in trace:
+        state.apply(step)
+        rows.append((name, step.end - begin, state.num_live_tokens, step.num_running))
+    return pd.DataFrame(rows, columns=["run", "seconds", "live tokens", "running"])
+
+
+def _non_negative_fit(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Least squares of relative errors without negative constants: terms that would be negative are left out."""
+    weighted, kept = terms / seconds[:, None], list(range(terms.shape[1]))
+    while True:
+        solution = np.linalg.lstsq(weighted[:, kept], np.ones(len(seconds)), rcond=None)[0]
+        if (solution >= 0).all():
+            constants = [0.0] * terms.shape[1]
+            for index, value in zip(kept, solution, strict=True):
+                constants[index] = float(value)
+            return constants
+        kept.pop(int(solution.argmin()))
