@@ -7,6 +7,6 @@ Exports the :class:`Engine` (the only loop) and the :class:`Executor` protocol. 
 from labkit.scheduling import StepPlan, StepResult
 
 from .engine import Engine
-from .executor import Executor
+from .executor import Executor, ExecutorLost
 
-__all__ = ["Engine", "Executor", "StepPlan", "StepResult"]
+__all__ = ["Engine", "Executor", "ExecutorLost", "StepPlan", "StepResult"]

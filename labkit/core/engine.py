@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from labkit.observe import EngineStats, Event, RequestArrived, StepRecord, Trace
 from labkit.scheduling import Request, RequestStatus, Scheduler, StepPlan, StepResult
 
-from .executor import Executor
+from .executor import Executor, ExecutorLost
 
 
 @dataclass(slots=True)
@@ -77,7 +77,8 @@ class Engine:
         of this one is taken in; the very first call then returns nothing yet.
 
         An exception in the executor ends the requests of its step with finish reason "error" and leaves the others
-        as they were. An interrupt (KeyboardInterrupt) aborts the requests under way and is raised again.
+        as they were. An interrupt (KeyboardInterrupt) aborts the requests under way and is raised again, as is
+        :class:`ExecutorLost`.
         """
         try:
             if self._submit() and len(self._under_way) < self.executor.depth:
@@ -101,6 +102,8 @@ class Engine:
         self._under_way.append(_UnderWay(plan, self.executor.now()))
         try:
             self.executor.submit(plan)
+        except ExecutorLost:
+            raise
         except Exception as error:
             self._under_way[-1].error = error
         return True
@@ -113,6 +116,8 @@ class Engine:
             if step.error is not None:
                 raise step.error
             result = self.executor.collect()
+        except ExecutorLost:
+            raise
         except Exception as error:
             failed = {entry.request.request_id: error for entry in step.plan.requests}
             result = StepResult({}, failed=failed, swaps_done=False)

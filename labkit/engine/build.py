@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,10 +17,10 @@ from labkit.memory import (
     KVCacheManager,
     reservation_named,
 )
-from labkit.models import load_model, require_supported
+from labkit.models import RandomWeights, load_model, random_model, require_supported
 from labkit.observe import Trace
 from labkit.quant import KVPolicy
-from labkit.scheduling import SchedulerConfig
+from labkit.scheduling import Scheduler, SchedulerConfig
 
 from .attention import attach, detach
 from .backends import load_backend
@@ -33,9 +34,12 @@ from .memory_plan import MemoryPlan, plan_memory
 from .model_executor import ModelExecutor
 from .options import SCHEDULERS, EngineOptions
 
+if TYPE_CHECKING:
+    from .tensor_parallel.shard_group import ShardGroup
+
 
 def resolve_model(
-    model: str | Path | PreTrainedModel | None,
+    model: str | Path | PreTrainedModel | RandomWeights | None,
     tokenizer: str | Path | PreTrainedTokenizerBase | None,
     dtype: str | torch.dtype,
     device: str | torch.device | None,
@@ -44,6 +48,8 @@ def resolve_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load what was named, or take the module that was passed. Raises ValueError for what cannot be served."""
     chosen = _checked_device(device)
+    if isinstance(model, RandomWeights):
+        model = random_model(model.shape, dtype=model.dtype, device=chosen, seed=model.seed)
     if isinstance(model, torch.nn.Module):
         if isinstance(tokenizer, str | Path):
             raise ValueError(f"with a module as model, tokenizer must be a tokenizer object or None, got {tokenizer!r}")
@@ -111,30 +117,28 @@ class BuiltEngine:
     is_capped: bool
 
     def release(self, model: PreTrainedModel) -> None:
-        """Free the pool's tensors and graphs, and give ``model`` its own layers and attention back.
-
-        Of a device that has failed nothing is asked: its memory comes back when the process ends.
-        """
+        """Free the pool's tensors and graphs, and give ``model`` its own layers and attention back."""
         self.executor.reset()
+        self.executor.graphs = None
         if self.fused is not None:
             self.fused.undo()
         detach(model)
-        if self.executor.has_failed:
-            return
-        self.executor.graphs = None
         self.storage.release()
         if self.host_blocks is not None:
             self.host_blocks.release()
+        if self.executor.has_failed:
+            return
         if self.is_capped:
             cap_memory(model.device, None)
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
+def build_engine(model: PreTrainedModel, options: EngineOptions, group: ShardGroup | None = None) -> BuiltEngine:
     """Size the pool, allocate it and connect scheduler, allocator and executor.
 
-    On any error the model has its own attention again.
+    ``group`` is given where ``model`` is one rank's shard of a model. On any error the model has its own attention
+    again.
     """
     backend_name, backend = load_backend(options.attention_backend, model.device)
     attach(model)
@@ -148,9 +152,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
         if not options.enforce_eager:
             fused = FusedModel(model)
         captures_graphs = backend_name == "triton" and model.device.type == "cuda" and not options.enforce_eager
-        max_num_batched_tokens = options.max_num_batched_tokens
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = max(options.max_num_seqs, 8192 if model.device.type == "cuda" else 2048)
+        max_num_batched_tokens = token_budget(options, model.device.type)
         policy = resolve_policy(options.kv_cache_dtype)
         spec = _stored_cache(shapes, policy, options.block_size, model.device)
         memory = plan_memory(
@@ -166,10 +168,9 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             kv_tails=spec.bytes_for_tails(options.max_num_seqs, next(iter(shapes.values())).dtype),
             captures_graphs=captures_graphs,
         )
-        config = SchedulerConfig(options.max_num_seqs, max_num_batched_tokens, memory.max_model_len)
-        scheduler = SCHEDULERS[options.scheduler](
-            config, _make_allocator(options, memory, spec)
-        )  # checks the pool's size
+        if group is not None:
+            memory = group.agree(memory, spec, options.num_gpu_blocks_override)
+        scheduler = make_scheduler(options, memory, spec)  # checks the pool's size
         storage = KVStorage(
             shapes,
             memory.num_blocks,
@@ -189,7 +190,8 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             kv_cache_dtype="auto" if policy is None else str(policy),
         )
         host_blocks = HostBlocks(storage, memory.num_host_blocks) if memory.num_host_blocks else None
-        executor = ModelExecutor(model, storage, backend, options.max_num_seqs, host_blocks)
+        share_tokens = None if group is None else group.share
+        executor = ModelExecutor(model, storage, backend, options.max_num_seqs, host_blocks, share_tokens)
         if backend_name != "torch":
             _warm_up(executor, backend_name, policy)
         if captures_graphs:
@@ -207,6 +209,18 @@ def build_engine(model: PreTrainedModel, options: EngineOptions) -> BuiltEngine:
             raise engine_does_not_fit(model.device, options.gpu_memory_utilization, error) from error
         raise
     return BuiltEngine(engine, executor, storage, memory, backend_name, fused, host_blocks, limit is not None)
+
+
+def token_budget(options: EngineOptions, device_type: str) -> int:
+    """``max_num_batched_tokens``, or what is usual on the device."""
+    return options.max_num_batched_tokens or max(options.max_num_seqs, 8192 if device_type == "cuda" else 2048)
+
+
+def make_scheduler(options: EngineOptions, memory: MemoryPlan, spec: KVCacheSpec) -> Scheduler:
+    """The scheduler and its allocator. Raises ValueError if the pool is too small for ``max_model_len``."""
+    budget = token_budget(options, torch.device(memory.device).type)
+    config = SchedulerConfig(options.max_num_seqs, budget, memory.max_model_len)
+    return SCHEDULERS[options.scheduler](config, _make_allocator(options, memory, spec))
 
 
 def require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerShape]) -> None:

@@ -16,12 +16,13 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from labkit.core import Engine
+from labkit.models import RandomWeights
 from labkit.observe import EngineStats, Trace
 from labkit.quant import KVPolicy
 from labkit.scheduling import Request, SamplingParams
 
 from .attention import is_attached
-from .build import build_engine, eos_token_ids, resolve_model, vocab_size
+from .build import BuiltEngine, build_engine, eos_token_ids, resolve_model, vocab_size
 from .in_flight import Inbox, RequestsInFlight
 from .memory_monitor import MemoryMonitor
 from .memory_plan import MemoryPlan
@@ -29,6 +30,7 @@ from .options import EngineOptions
 from .outputs import RequestOutput
 from .prompts import Prompt, PromptLike, PromptReader
 from .random_draws import draw_key
+from .tensor_parallel import ShardedEngine, build_sharded_engine, resolve_sharded
 
 
 class LLM:
@@ -52,13 +54,16 @@ class LLM:
     ``swap_space`` is GiB of host memory for preempted sequences.
     ``quantization="fp8"`` rounds the weights, not the KV cache: :mod:`labkit.models.fp8_weights`.
 
+    ``tensor_parallel_size`` N shards the model over N processes, one a GPU (see docs/tensor_parallel.md): ``memory`` is
+    then that of one rank, and ``model`` an outline without weights.
+
     Raises ValueError or TypeError naming the argument, its value and the allowed range; NotImplementedError naming an
     argument whose feature does not exist yet; RuntimeError if the device runs out of memory, saying what to lower.
     """
 
     def __init__(
         self,
-        model: str | Path | PreTrainedModel | None = None,
+        model: str | Path | PreTrainedModel | RandomWeights | None = None,
         *,
         tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
         dtype: str | torch.dtype = "auto",
@@ -102,8 +107,14 @@ class LLM:
             kv_allocator=kv_allocator,
             scheduler=scheduler,
         )
-        self.model, self._tokenizer = resolve_model(model, tokenizer, dtype, device, quantization, trust_remote_code)
-        self._built = build_engine(self.model, options)
+        chosen = (model, tokenizer, dtype, device, quantization, trust_remote_code)
+        self._built: BuiltEngine | ShardedEngine
+        if tensor_parallel_size == 1:
+            self.model, self._tokenizer = resolve_model(*chosen)
+            self._built = build_engine(self.model, options)
+        else:
+            self.model, self._tokenizer, source = resolve_sharded(*chosen, options)
+            self._built = build_sharded_engine(self.model, source, options)
         self.engine: Engine = self._built.engine
         self.memory: MemoryPlan = self._built.memory
         self.max_model_len = self.memory.max_model_len
@@ -254,6 +265,10 @@ class LLM:
     def memory_monitor(self, interval: float = 0.1) -> MemoryMonitor:
         """A monitor of this engine's device; use it as a context manager around what should be watched."""
         self._require_open()
+        if isinstance(self._built, ShardedEngine):
+            raise NotImplementedError(
+                "memory_monitor watches this process, and the model's ranks are others: see .memory"
+            )
         storage = self._built.storage
         return MemoryMonitor(
             [*self.model.parameters(), *self.model.buffers()],

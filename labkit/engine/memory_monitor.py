@@ -69,11 +69,12 @@ def unique_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Those that hold memory: a quantised weight is a wrapper around its codes and scales."""
+    """Those that hold memory: a quantised weight is a wrapper around its codes and scales, a cut one around its part."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
-            yield from plain_tensors(getattr(tensor, name) for name in names)
+            parts = [getattr(tensor, name) for name in names]  # a DTensor's device mesh is among them
+            yield from plain_tensors(part for part in parts if isinstance(part, torch.Tensor))
         else:
             yield tensor
 

@@ -66,15 +66,6 @@ class EngineOptions:
                 "allocator swaps"
             )
         resolve_policy(self.kv_cache_dtype)
-        self._refuse_what_is_not_built()
-
-    def _refuse_what_is_not_built(self) -> None:
-        missing = {
-            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size != 1,
-        }
-        for argument, asked_for in missing.items():
-            if asked_for:
-                raise NotImplementedError(f"{argument} is not built yet: leave it out")
 
 
 def _require_positive_int(name: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """Which model?
 
 Exports :func:`load_model` (the embedded model, the hub, a folder, a GGUF file), :func:`random_model` (a named shape
-for measuring speed), :func:`check_support` and :func:`require_supported` (can the engine run it, and why not),
+for measuring speed; :class:`RandomWeights` names it), :func:`check_support` and :func:`require_supported` (can the engine run it, and why not),
 :func:`fuse_decoder_layers`, which makes a loaded model fast, and :func:`convert_kv_heads`, another number of KV heads.
 """
 
@@ -10,13 +10,14 @@ from .fp8_weights import quantise_weights
 from .fused import FusedAttentionInfo, FusionReport, fuse_decoder_layers
 from .kv_heads import HeadConversion, convert_kv_heads
 from .loading import load_model
-from .random_weights import random_model
+from .random_weights import RandomWeights, random_model
 from .support import SupportReport, check_support, explain_support, read_config, require_supported
 
 __all__ = [
     "FusedAttentionInfo",
     "FusionReport",
     "HeadConversion",
+    "RandomWeights",
     "SupportReport",
     "check_support",
     "convert_kv_heads",

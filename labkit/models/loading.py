@@ -65,7 +65,7 @@ def load_model(
     if name is None:
         folder, shown_name = embedded.fetch(), f"{embedded.NAME}, Q4_1 weights dequantised"
         model = _load_folder(folder, chosen or torch.bfloat16, trust_remote_code=False)
-        own_tokenizer = _load_tokenizer(folder, False) if wants_own_tokenizer else None
+        own_tokenizer = load_tokenizer(folder, False) if wants_own_tokenizer else None
     elif (path := checked_path(name)).suffix == ".gguf":
         gguf, shown_name = GGUFFile(path), path.stem
         own_tokenizer = gguf_tokenizer(gguf) if wants_own_tokenizer else None
@@ -76,12 +76,12 @@ def load_model(
             path = hub.model_folder(str(name), revision, trust_remote_code)
         shown_name = str(name)
         model = _load_folder(path, chosen, trust_remote_code)
-        own_tokenizer = _load_tokenizer(path, trust_remote_code) if wants_own_tokenizer else None
+        own_tokenizer = load_tokenizer(path, trust_remote_code) if wants_own_tokenizer else None
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)
         if not folder.is_dir():
             folder = hub.tokenizer_folder(str(tokenizer), None, trust_remote_code)
-        own_tokenizer = _load_tokenizer(folder, trust_remote_code)
+        own_tokenizer = load_tokenizer(folder, trust_remote_code)
     elif tokenizer is not None:
         own_tokenizer = tokenizer
     model.config.name_or_path = shown_name
@@ -158,7 +158,18 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
         )
 
 
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def weights_folder(name: str | Path | None, trust_remote_code: bool = False) -> Path | None:
+    """The folder that :func:`load_model` reads; None for a GGUF file, which has none. Raises as it does."""
+    if name is None:
+        return embedded.fetch()
+    path = checked_path(name)
+    if path.suffix == ".gguf":
+        return None
+    return path if path.is_dir() else hub.model_folder(str(name), None, trust_remote_code)
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder. Raises ValueError if there is none that can be loaded."""
     try:
         with quiet_transformers():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)

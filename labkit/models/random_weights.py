@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,18 @@ from transformers import (
 from labkit.kv_math import ModelShape, model_shape
 
 from .loading import resolve_device, resolve_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """Random weights of a named shape, as ``LLM(model=...)`` takes them: made where they run, on each rank its own.
+
+    :func:`random_model` with the same ``shape``, ``dtype`` and ``seed``.
+    """
+
+    shape: str
+    dtype: torch.dtype = torch.bfloat16
+    seed: int = 0
 
 
 def random_model(

@@ -1,0 +1,135 @@
+"""The front's handle on its ranks: start them, talk to them, notice that one died, leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from labkit.core import ExecutorLost
+
+from .messages import Close, Failed
+
+_SECONDS_TO_CLOSE = 10
+
+
+class Ranks:
+    """``size`` processes, each with a connection to this one.
+
+    Raises ExecutorLost wherever a rank turns out to have ended; by then the others have been killed as well.
+    """
+
+    def __init__(self, size: int, device_type: str) -> None:
+        """Starts the processes; they wait for their :class:`Setup`."""
+        self._folder = Path(tempfile.mkdtemp(prefix="labkit-ranks-"))
+        self.init_method = f"file://{self._folder / 'rendezvous'}"  # no port to be taken or left open
+        pairs = [Pipe() for _ in range(size)]
+        self.connections: list[Connection] = [ours for ours, _ in pairs]
+        theirs = [other.fileno() for _, other in pairs]
+        # Its own session: Ctrl-C stays with the front, and one signal reaches whatever is left of the group.
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.launcher", *map(str, theirs)],
+            pass_fds=theirs,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            env=_environment(device_type),
+        )
+        for _, other in pairs:
+            other.close()
+
+    def broadcast(self, message: Any) -> None:
+        """Send to every rank."""
+        for rank in range(len(self.connections)):
+            self.send(rank, message)
+
+    def send(self, rank: int, message: Any) -> None:
+        """Send to one rank."""
+        try:
+            self.connections[rank].send(message)
+        except OSError:
+            raise self._lost(rank) from None
+
+    def receive(self, rank: int) -> Any:
+        """The next message of one rank. Any other that speaks meanwhile has failed."""
+        while True:
+            for connection in wait(self.connections):
+                sender = self.connections.index(connection)  # type: ignore[arg-type]
+                message = self._read(sender)
+                if sender == rank and not isinstance(message, Failed):
+                    return message
+                raise self._lost(sender, message if isinstance(message, Failed) else None)
+
+    def receive_all(self) -> list[Any]:
+        """One message of every rank, in the order of ranks."""
+        messages: dict[int, Any] = {}
+        while len(messages) < len(self.connections):
+            for connection in wait([c for i, c in enumerate(self.connections) if i not in messages]):
+                sender = self.connections.index(connection)  # type: ignore[arg-type]
+                message = self._read(sender)
+                if isinstance(message, Failed):
+                    raise self._lost(sender, message)
+                messages[sender] = message
+        return [messages[rank] for rank in range(len(messages))]
+
+    def check(self) -> None:
+        """Raise ExecutorLost if a rank has ended since."""
+        if not self.connections:
+            raise ExecutorLost("the ranks of this tensor-parallel model have ended: make a new LLM")
+        for connection in wait(self.connections, timeout=0):
+            sender = self.connections.index(connection)  # type: ignore[arg-type]
+            message = self._read(sender)
+            if isinstance(message, Failed):
+                raise self._lost(sender, message)
+
+    def close(self) -> None:
+        """End the ranks, by force after a few seconds. Safe to call twice."""
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.send(Close())
+        deadline = time.monotonic() + _SECONDS_TO_CLOSE
+        while self._launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks now."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._launcher.pid, signal.SIGKILL)
+        self._launcher.wait()
+        for connection in self.connections:
+            connection.close()
+        self.connections.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self, rank: int) -> Any:
+        try:
+            return self.connections[rank].recv()
+        except (EOFError, OSError):
+            raise self._lost(rank) from None
+
+    def _lost(self, rank: int, failed: Failed | None = None) -> Exception:
+        """End everything; the error to raise. A ValueError of the ranks, such as no room for the pool, is the user's."""
+        self.kill()
+        if failed is None:
+            return ExecutorLost(f"rank {rank} of the tensor-parallel model died; all ranks were ended: make a new LLM")
+        if isinstance(failed.error, ValueError | NotImplementedError):
+            return failed.error
+        return ExecutorLost(f"rank {rank} of the tensor-parallel model failed; all ranks were ended.\n{failed.text}")
+
+
+def _environment(device_type: str) -> dict[str, str]:
+    environment = dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1")  # asking for GPUs must not spoil the fork
+    package_root = str(Path(__file__).parents[3])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
+    if device_type == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment

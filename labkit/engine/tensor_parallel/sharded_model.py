@@ -1,0 +1,42 @@
+"""A rank's shard of the model, cut by transformers' own plan."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from labkit.models import random_model
+from labkit.models.quiet import quiet_transformers
+
+from .source import WeightsSource
+
+
+def load_shard(source: WeightsSource, size: int, device: torch.device) -> PreTrainedModel:
+    """The model on ``device``, its projections cut for this rank of ``size``; torch.distributed is running.
+
+    Each rank loads the weights whole (a folder's into host memory, random ones onto the device, where the same seed
+    makes the same everywhere), then keeps its part. transformers wraps the parts as DTensors and puts the all-reduces
+    into the forward pass.
+    """
+    with quiet_transformers():
+        if source.random_seed is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                dtype=source.dtype or "auto",
+                use_safetensors=True,
+                trust_remote_code=source.trust_remote_code,
+            )
+        else:
+            config = AutoConfig.from_pretrained(source.folder)
+            model = random_model(config, dtype=source.dtype or "auto", device=device, seed=source.random_seed)
+    if size > 1:
+        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
+        with torch.no_grad():
+            apply_tensor_parallelism(model, init_device_mesh(device.type, (size,), mesh_dim_names=("tp",)), plan)
+    model = model.to(device).eval()  # what is not cut
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return model
