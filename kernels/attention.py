@@ -118,8 +118,7 @@ def paged_attention(
     )  # fmt: skip
     launch.decode(tile, workspace, max_query_len, num_sms).run()
     if max_query_len * group > tile.block_m:
-        prefill = prefill_tile(capability, group, head_dim, q.element_size())
-        launch.prefill(prefill, tile.block_m).run()
+        launch.prefill(prefill_tile_for(kv, capability, group, head_dim, q.element_size()), tile.block_m).run()
     return out
 
 
@@ -135,6 +134,14 @@ def decode_tile_for(
     if scale_kind(kv.k) == "channel":  # a tile then lies in one block and has one row of scales
         tile = replace(tile, block_n=min(tile.block_n, kv.block_size & -kv.block_size))
     return tile
+
+
+def prefill_tile_for(
+    kv: KVPages | QuantisedKVPages, capability: int, group: int, head_dim: int, element_size: int
+) -> PrefillTile:
+    """The tile of the prefill kernel; over quantised pages half as many keys, whose codes and values both need room."""
+    tile = prefill_tile(capability, group, head_dim, element_size)
+    return tile if isinstance(kv, KVPages) else replace(tile, block_n=max(16, tile.block_n // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +181,13 @@ class AttentionLaunch:
     dk: int
     dv: int
     tail_rows: torch.Tensor | None = None
+
+    def tensors(self):
+        return (
+            self.q, *self.stored_pages(), self.block_table, self.seq_lens, self.query_start_loc,
+            self.seq_lens if self.tail_rows is None else self.tail_rows,
+            self.q if self.sinks is None else self.sinks, self.out,
+        )  # fmt: skip
 
     def scalars(self):
         """window, inner_scale, score_scale (units of log2: see softmax.py), then strides of q, out and block_table."""
@@ -219,10 +233,7 @@ class AttentionLaunch:
         slots_for = max(1, workspace.partial_m.shape[0] // (2 * rows))  # one program alone never needs a slot
         programs = min(decode_programs(pairs, tile.programs_per_sm, num_sms), slots_for)
         arguments = (
-            self.q, *self.stored_pages(), self.block_table, self.seq_lens, self.query_start_loc,
-            self.seq_lens if self.tail_rows is None else self.tail_rows,
-            self.q if self.sinks is None else self.sinks, self.out,
-            workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
+            *self.tensors(), workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
             self.seq_lens.shape[0], self.q.shape[0], triton.cdiv(tile.min_tokens, tile.block_n), *self.scalars(),
         )  # fmt: skip
         constants = dict(
@@ -234,18 +245,11 @@ class AttentionLaunch:
         return KernelCall(decode_kernel, (programs,), arguments, self.constants() | self.formats() | constants, tile)
 
     def prefill(self, tile: PrefillTile, max_decode_rows: int) -> KernelCall:
-        if not isinstance(self.kv, KVPages):
-            raise NotImplementedError("prefill over quantised pages")
         block_q = tile.block_m // self.group
         grid = (self.kv.num_kv_heads, self.q.shape[0] // block_q + self.seq_lens.shape[0])
         constants = dict(
             BLOCK_M=tile.block_m, BLOCK_Q=block_q, BLOCK_N=tile.block_n, MAX_DECODE_ROWS=max_decode_rows,
-            STAGES=tile.num_stages,
+            STAGES=tile.num_stages, QUANTISED=not isinstance(self.kv, KVPages),
         )  # fmt: skip
-        k, v = self.kv
-        arguments = (
-            self.q, k, v, self.block_table, self.seq_lens, self.query_start_loc,
-            self.q if self.sinks is None else self.sinks, self.out, self.seq_lens.shape[0], *self.scalars(),
-            k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-        )  # fmt: skip
-        return KernelCall(prefill_kernel, grid, arguments, self.constants() | constants, tile)
+        arguments = (*self.tensors(), self.seq_lens.shape[0], *self.scalars())
+        return KernelCall(prefill_kernel, grid, arguments, self.constants() | self.formats() | constants, tile)

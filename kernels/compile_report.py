@@ -22,8 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import tuning
-from .attention import AttentionLaunch, KernelCall, Workspace, decode_tile_for
+from .attention import AttentionLaunch, KernelCall, Workspace, decode_tile_for, prefill_tile_for
 from .pages import KVPages, QuantisedKVPages, QuantisedPages
 from .tuning import DecodeTile, PrefillTile
 
@@ -101,7 +100,7 @@ def example_call(
     decode = decode_tile_for(kv, capability, group, max(dim_k, dim_v), pairs_per_sm, dtype.itemsize)
     if kind == "decode":
         return launch.decode(tile or decode, Workspace.with_capacity(4096, dv, torch.device("meta")), 1, 1)
-    tile = tile or tuning.prefill_tile(capability, group, max(dim_k, dim_v), dtype.itemsize)
+    tile = tile or prefill_tile_for(kv, capability, group, max(dim_k, dim_v), dtype.itemsize)
     return launch.prefill(tile, decode.block_m)
 
 
@@ -164,10 +163,11 @@ def report(capabilities: tuple[int, ...] = (80, 89, 90, 100)) -> Iterator[dict[s
         jobs = [("decode", heads, "bf16", 16, pairs_per_sm) for heads in HEADS for pairs_per_sm in (0, 1, 64)]
         jobs += [("prefill", heads, "bf16", 16, 0) for heads in HEADS]
         jobs += [
-            ("decode", heads, kv_format, 32 if kv_format == "int4" else 16, 0)
+            (kind, heads, kv_format, 32 if kv_format == "int4" else 16, 0)
+            for kind, some_heads in (("decode", QUANTISED_HEADS), ("prefill", QUANTISED_HEADS[1:3]))
             for kv_format in KV_FORMATS
             if kv_format != "fp8" or capability >= 89
-            for heads in QUANTISED_HEADS
+            for heads in some_heads
         ]
         seen = set()
         for kind, heads, kv_format, block_size, pairs_per_sm in jobs:

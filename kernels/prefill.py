@@ -20,40 +20,63 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .prefill_quantised import channels, load_values, load_waiting
 from .softmax import LOWEST, capped, store_output
 
 
 @triton.jit
 def attend(
-    acc, m, l, q_tile, k, v, table_row, begin, end, seq_len, visible_from, row_pos, window, inner_scale, score_scale,
-    k_block, k_slot, v_block, v_slot, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, m, l, q_tile, k, v, head, tail_row, table_row, begin, end, visible_from, row_pos, window,
+    inner_scale, score_scale, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    QUANTISED: tl.constexpr, K_INT4: tl.constexpr, K_SCALE: tl.constexpr, K_CHANNELS: tl.constexpr,
+    V_INT4: tl.constexpr, V_SCALE: tl.constexpr, V_CHANNELS: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOWED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, WAITING: tl.constexpr,
 ):  # fmt: skip
-    """Add keys [begin, end) to (acc, m, l); without MASKED every row sees every one of them."""
+    """Add keys [begin, end) to (acc, m, l); unless MASKED every row sees all of them. WAITING: K is in the tail."""
     dk = tl.arange(0, DK)
     dv = tl.arange(0, DV)
+    k_codes = k.codes + head.to(tl.int64) * k.head
+    v_codes = v.codes + head.to(tl.int64) * v.head
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         pos = start + tl.arange(0, BLOCK_N)
-        k_ok = (dk < HEAD_DIM_K)[None, :]
-        v_ok = (dv < HEAD_DIM_V)[None, :]
-        if MASKED:
-            inside = pos < seq_len
-            if WINDOWED:
-                inside = inside & (pos >= visible_from)
-            block = tl.load(table_row + pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            v_ok = inside[:, None] & v_ok
+        if QUANTISED:
+            at = pos
+            if MASKED:
+                at = tl.minimum(pos, end - 1)
+                if WINDOWED:
+                    at = tl.maximum(at, visible_from)
+            block = tl.load(table_row + at // BLOCK_SIZE).to(tl.int64)
+            slot = at % BLOCK_SIZE
+            dtype: tl.constexpr = q_tile.dtype
+            if WAITING:
+                k_tile = load_waiting(k, head, tail_row, slot, HEAD_DIM_K, DK, K_INT4, dtype)
+            else:
+                k_tile = load_values(
+                    k, head, block, slot, HEAD_DIM_K, DK, BLOCK_N, K_INT4, K_SCALE, K_CHANNELS, dtype
+                )  # fmt: skip
+            v_tile = load_values(v, head, block, slot, HEAD_DIM_V, DV, BLOCK_N, V_INT4, V_SCALE, V_CHANNELS, dtype)
         else:
-            block = tl.load(table_row + pos // BLOCK_SIZE).to(tl.int64)
-        k_row = block * k_block + (pos % BLOCK_SIZE) * k_slot
-        v_row = k_row if SAME_STRIDES else block * v_block + (pos % BLOCK_SIZE) * v_slot  # saves registers
-        k_tile = tl.load(k + k_row[:, None] + dk[None, :], mask=k_ok, other=0.0)
-        v_tile = tl.load(v + v_row[:, None] + dv[None, :], mask=v_ok, other=0.0)
+            k_ok = (dk < HEAD_DIM_K)[None, :]
+            v_ok = (dv < HEAD_DIM_V)[None, :]
+            if MASKED:
+                inside = pos < end
+                if WINDOWED:
+                    inside = inside & (pos >= visible_from)
+                block = tl.load(table_row + pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                v_ok = inside[:, None] & v_ok
+            else:
+                block = tl.load(table_row + pos // BLOCK_SIZE).to(tl.int64)
+            k_row = block * k.block + (pos % BLOCK_SIZE) * k.slot
+            v_row = k_row if SAME_STRIDES else block * v.block + (pos % BLOCK_SIZE) * v.slot  # saves registers
+            k_tile = tl.load(k_codes + k_row[:, None] + dk[None, :], mask=k_ok, other=0.0)
+            v_tile = tl.load(v_codes + v_row[:, None] + dv[None, :], mask=v_ok, other=0.0)
 
         scores = capped(tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION), inner_scale, SOFTCAP)
         if MASKED:
             visible = pos[None, :] <= row_pos[:, None]
+            if k.tail is not None:  # the keys behind `end` are in the tail, and have their own turn
+                visible = visible & (pos < end)[None, :]
             if WINDOWED:
                 visible = visible & (row_pos[:, None] - pos[None, :] < window)
             scores = tl.where(visible, scores, float("-inf"))
@@ -68,13 +91,14 @@ def attend(
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "table_stride"])
 def prefill_kernel(
-    q, k, v, block_table, seq_lens, query_start_loc, sinks, out,
+    q, k, v, block_table, seq_lens, query_start_loc, tail_rows, sinks, out,
     num_seqs, window, inner_scale, score_scale,
     q_token, q_head, out_token, out_head, table_stride,
-    k_block, k_head, k_slot, v_block, v_head, v_slot,
     GROUP: tl.constexpr, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     MAX_DECODE_ROWS: tl.constexpr, STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    QUANTISED: tl.constexpr, K_INT4: tl.constexpr, K_SCALE: tl.constexpr, K_CHANNELS: tl.constexpr,
+    V_INT4: tl.constexpr, V_SCALE: tl.constexpr, V_CHANNELS: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -100,9 +124,9 @@ def prefill_kernel(
     row_ok = (row < BLOCK_Q * GROUP) & (token < query_len)
     row_pos = seq_len - query_len + token
 
-    dk = tl.arange(0, DK)
+    channel, exists = channels(HEAD_DIM_K, DK, K_INT4)
     q_row = q + (query_start + token).to(tl.int64) * q_token + q_head_index * q_head
-    q_tile = tl.load(q_row[:, None] + dk[None, :], mask=row_ok[:, None] & (dk < HEAD_DIM_K)[None, :], other=0.0)
+    q_tile = tl.load(q_row[:, None] + channel[None, :], mask=row_ok[:, None] & exists[None, :], other=0.0)
     acc = tl.zeros([BLOCK_M, DV], dtype=tl.float32)
     m = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
     l = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -111,19 +135,32 @@ def prefill_kernel(
     end = tl.minimum(first_pos + BLOCK_Q, seq_len)
     visible_from = tl.maximum(first_pos - window + 1, 0) if WINDOWED else 0
     masked_from = visible_from // BLOCK_N * BLOCK_N if WINDOWED else (first_pos + 1) // BLOCK_N * BLOCK_N
-    k += head.to(tl.int64) * k_head
-    v += head.to(tl.int64) * v_head
     table_row = block_table + seq.to(tl.int64) * table_stride
+    full = end  # keys [full, end) wait in the tail
+    tail_row = tl.zeros([], tl.int64)
+    if k.tail is not None:
+        full = tl.minimum(seq_len // BLOCK_SIZE * BLOCK_SIZE, end)
+        masked_from = tl.minimum(masked_from, full // BLOCK_N * BLOCK_N)
+        tail_row = tl.load(tail_rows + seq).to(tl.int64)
     if not WINDOWED:
         acc, m, l = attend(
-            acc, m, l, q_tile, k, v, table_row, 0, masked_from, seq_len, 0, row_pos, window, inner_scale, score_scale,
-            k_block, k_slot, v_block, v_slot, HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N, STAGES,
-            SAME_STRIDES, SOFTCAP, False, False, PRECISION,
+            acc, m, l, q_tile, k, v, head, tail_row, table_row, 0, masked_from, 0, row_pos, window,
+            inner_scale, score_scale, HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N, STAGES, SAME_STRIDES,
+            QUANTISED, K_INT4, K_SCALE, K_CHANNELS, V_INT4, V_SCALE, V_CHANNELS, SOFTCAP, False, PRECISION,
+            MASKED=False, WAITING=False,
         )  # fmt: skip
     acc, m, l = attend(
-        acc, m, l, q_tile, k, v, table_row, masked_from, end, seq_len, visible_from, row_pos, window,
-        inner_scale, score_scale, k_block, k_slot, v_block, v_slot, HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N,
-        STAGES, SAME_STRIDES, SOFTCAP, WINDOWED, True, PRECISION,
+        acc, m, l, q_tile, k, v, head, tail_row, table_row, masked_from, full, visible_from, row_pos, window,
+        inner_scale, score_scale, HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N, STAGES, SAME_STRIDES,
+        QUANTISED, K_INT4, K_SCALE, K_CHANNELS, V_INT4, V_SCALE, V_CHANNELS, SOFTCAP, WINDOWED, PRECISION,
+        MASKED=True, WAITING=False,
     )  # fmt: skip
+    if k.tail is not None:
+        acc, m, l = attend(
+            acc, m, l, q_tile, k, v, head, tail_row, table_row, full, end, visible_from, row_pos, window,
+            inner_scale, score_scale, HEAD_DIM_K, HEAD_DIM_V, DK, DV, BLOCK_SIZE, BLOCK_N, STAGES, SAME_STRIDES,
+            QUANTISED, K_INT4, K_SCALE, K_CHANNELS, V_INT4, V_SCALE, V_CHANNELS, SOFTCAP, WINDOWED, PRECISION,
+            MASKED=True, WAITING=True,
+        )  # fmt: skip
     out_row = out + (query_start + token).to(tl.int64) * out_token + q_head_index * out_head
-    store_output(acc, m, l, sinks, q_head_index, out_row, row_ok, HEAD_DIM_V, DV, HAS_SINKS)
+    store_output(acc, m, l, sinks, q_head_index, out_row, row_ok, HEAD_DIM_V, DV, HAS_SINKS, V_INT4)

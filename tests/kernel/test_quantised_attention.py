@@ -1,4 +1,4 @@
-"""Decode over quantised pages against float64 attention over what labkit.quant dequantises, poison included."""
+"""Attention over quantised pages against float64 attention over what labkit.quant dequantises, poison included."""
 
 from __future__ import annotations
 
@@ -142,6 +142,33 @@ def test_float16(paged_batch, tolerance, names):
     assert Quantised(batch, *(FORMATS[name] for name in names)).error() < tolerance[torch.float16]
 
 
+@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
+def test_prefill_of_every_format(paged_batch, tolerance, names):
+    batch = paged_batch((4, 2, 64, 64), [70, 33, 64, 0], [50, 1, 64, 0], block_size=32, padded_rows=1)
+    assert Quantised(batch, *(FORMATS[name] for name in names)).error() < tolerance[torch.float32]
+
+
+@pytest.mark.parametrize("heads", [(3, 1, 80, 80), (5, 1, 96, 96), (8, 1, 128, 128), (2, 1, 192, 128)], ids=str)
+def test_prefill_of_head_ratios_and_sizes_window_softcap_sinks(paged_batch, tolerance, heads):
+    options = {"sliding_window": 40, "softcap": 2.0}
+    batch = paged_batch(heads, [90, 40], [35, 40], block_size=32, options=options)
+    batch.arguments["sinks"] = torch.linspace(-1, 3, heads[0]).to(batch.device)
+    assert Quantised(batch, INT4.key, INT4.value).error() < tolerance[torch.float32]
+
+
+@pytest.mark.parametrize("names", [("int8", "int8"), ("int4 a channel", "int4 a token")], ids=" + ".join)
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_prefill_at_the_borders_of_blocks(paged_batch, tolerance, block_size, names):
+    lens = [2 * block_size - 1, block_size, block_size + 1]
+    batch = paged_batch((4, 1, 64, 64), lens, [20, block_size, block_size + 1], block_size=block_size)
+    assert Quantised(batch, *(FORMATS[name] for name in names)).error() < tolerance[torch.float32]
+
+
+def test_prefill_in_float16(paged_batch, tolerance):
+    batch = paged_batch((4, 2, 64, 64), [70, 45], [40, 45], block_size=32, dtype=torch.float16)
+    assert Quantised(batch, INT4.key, INT4.value).error() < tolerance[torch.float16]
+
+
 def test_bad_pages_are_named(paged_batch):
     batch = paged_batch((4, 2, 64, 64), [40], [1], block_size=32)
     good = Quantised(batch, INT4.key, INT4.value)
@@ -176,6 +203,16 @@ def error_on_a_gpu(paged_batch, heads, names, block_size):
 @pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
 def test_every_format_on_a_gpu(paged_batch, names):
     assert error_on_a_gpu(paged_batch, (32, 8, 128, 128), names, 32) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
+@pytest.mark.parametrize("heads", [(32, 8, 128, 128), (9, 3, 64, 64), (4, 4, 80, 80), (8, 4, 256, 256)], ids=str)
+def test_prefill_of_every_format_on_a_gpu(paged_batch, tolerance, names, heads):
+    batch = paged_batch(
+        heads, [700, 1100, 33, 0, 500], [333, 1100, 1, 0, 20], block_size=32, dtype=torch.bfloat16, padded_rows=2
+    )
+    assert Quantised(batch, *(FORMATS[name] for name in names)).error() < tolerance[torch.bfloat16]
 
 
 @pytest.mark.gpu
