@@ -117,17 +117,20 @@ class BuiltEngine:
     is_capped: bool
 
     def release(self, model: PreTrainedModel) -> None:
-        """Free the pool's tensors and graphs, and give ``model`` its own layers and attention back."""
+        """Free the pool's tensors and graphs, and give ``model`` its own layers and attention back.
+
+        Of a device that has failed nothing is asked: its memory comes back when the process ends.
+        """
         self.executor.reset()
-        self.executor.graphs = None
         if self.fused is not None:
             self.fused.undo()
         detach(model)
+        if self.executor.has_failed:
+            return
+        self.executor.graphs = None
         self.storage.release()
         if self.host_blocks is not None:
             self.host_blocks.release()
-        if self.executor.has_failed:
-            return
         if self.is_capped:
             cap_memory(model.device, None)
         if model.device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from labkit.scheduling import Request, StepPlan, StepResult
 
 from .backends import Backend
 from .decode_graphs import DecodeGraphs
+from .device_memory import keep_for_good
 from .forward_context import attention_handled_by
 from .host_blocks import HostBlocks
 from .input_batch import InputBatch, stage_inputs
@@ -23,7 +25,9 @@ from .logits_rows import LogitsRows
 from .paged_forward import PagedForward
 from .sampler import sample, top_logprobs
 from .tail_rows import TailRows
-from .upload import download, upload
+from .upload import Landings, upload
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -77,7 +81,9 @@ class ModelExecutor:
         self._newest_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
         self._newest_index: dict[str, int] = {}  # where in it a request's token of the last step lies
         self.tail_rows = TailRows(max_num_seqs) if storage.tails else None
+        self._landings = Landings(max_num_seqs, self.depth + 1, self.device)
         self._fault: Exception | None = None
+        self._lost: list[_UnderWay] = []  # steps that the device never finished
 
     @property
     def has_failed(self) -> bool:
@@ -85,8 +91,11 @@ class ModelExecutor:
         return self._fault is not None
 
     def capture_graphs(self, max_num_seqs: int, max_blocks: int) -> None:
-        """Capture the decode step for batches of up to ``max_num_seqs``; ``max_blocks`` is the longest block table."""
-        self.graphs = DecodeGraphs(
+        """Capture the decode step for batches of up to ``max_num_seqs``; ``max_blocks`` is the longest block table.
+
+        A model whose forward pass cannot be captured keeps launching its kernels one by one, and a warning says so.
+        """
+        graphs = DecodeGraphs(
             lambda batch: self._forward(batch, None),
             self._newest_tokens,
             max_num_seqs=max_num_seqs,
@@ -94,8 +103,15 @@ class ModelExecutor:
             block_size=self.storage.block_size,
             has_tails=self.tail_rows is not None,
         )
-        with torch.inference_mode():
-            self.graphs.capture()
+        try:
+            with torch.inference_mode():
+                graphs.capture()
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except RuntimeError as error:
+            logger.warning("decode steps run without CUDA graphs: the model cannot be captured (%s)", error)
+        else:
+            self.graphs = graphs
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -125,6 +141,8 @@ class ModelExecutor:
 
     def reset(self) -> None:
         """Wait for the steps under way and drop their results."""
+        if self._fault is not None:
+            self._lost += self._under_way
         self._under_way.clear()
         self._newest_index.clear()
         if self.device.type == "cuda" and self._fault is None:
@@ -142,6 +160,8 @@ class ModelExecutor:
         if self.tail_rows is not None:
             self.tail_rows.release(plan.ended_ids)
         try:
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).query()  # raises if the device has failed meanwhile
             landed = self._start_swaps(plan)
             if plan.requests:
                 self._compute(plan)
@@ -169,7 +189,8 @@ class ModelExecutor:
                 step.landed.synchronize()
             return _result(step)
         except Exception as error:
-            self._note_fault(error)
+            if self._note_fault(error):
+                self._lost.append(step)
             raise
 
     def _start_swaps(self, plan: StepPlan) -> torch.cuda.Event | None:
@@ -191,7 +212,7 @@ class ModelExecutor:
             if all(entry.num_samples == 1 and entry.request.takes_argmax for entry in plan.requests):
                 tokens = logits.argmax(-1)
                 self._keep_newest(tokens, [entry.request for entry in plan.requests])
-                self._under_way.append(_UnderWay(plan, *download(tokens)))
+                self._under_way.append(_UnderWay(plan, *self._landings.download(tokens)))
                 return
             wanted = LogitsRows.of(plan)
             if wanted.rows != list(range(len(logits))):
@@ -213,7 +234,7 @@ class ModelExecutor:
             sample_logits = logits.to(torch.float32, copy=True)  # sampling changes logits, and replays overwrite them
         tokens = sample(logits, wanted.samples)
         self._keep_newest(tokens, [row.request for row in wanted.samples])
-        return _UnderWay(plan, *download(tokens), wanted, sample_logits, prompt_logits)
+        return _UnderWay(plan, *self._landings.download(tokens), wanted, sample_logits, prompt_logits)
 
     def _keep_newest(self, tokens: torch.Tensor, requests: Sequence[Request]) -> None:
         """Leave the sampled tokens where the next step finds them."""
@@ -248,10 +269,14 @@ class ModelExecutor:
         logits = output.logits[0]
         return logits if index is None or self._keeps_logits else logits[index]
 
-    def _note_fault(self, error: Exception) -> None:
+    def _note_fault(self, error: Exception) -> bool:
         """Remember an error after which the device's memory cannot be trusted; running out of memory is none."""
-        if isinstance(error, torch.AcceleratorError):
-            self._fault = error
+        if not isinstance(error, torch.AcceleratorError):
+            return False
+        if self._fault is None:
+            self._fault = error  # and with its traceback what the failing calls held
+            keep_for_good(self)
+        return True
 
 
 def _result(step: _UnderWay) -> StepResult:

@@ -38,4 +38,5 @@ class ShardGroup:
 
     def share(self, tokens: torch.Tensor) -> None:
         """Overwrite ``tokens`` with what rank 0 sampled. Asynchronous on a GPU."""
-        dist.broadcast(tokens, src=0)
+        if len(tokens):
+            dist.broadcast(tokens, src=0)
