@@ -69,7 +69,7 @@ def unique_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Those that hold memory: a quantised weight is a wrapper around its codes and scales, a cut one around its part."""
+    """Those that hold memory: a quantised weight wraps its codes and scales, a rank's weight its part of the whole."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()

@@ -1,8 +1,9 @@
 """Which model?
 
 Exports :func:`load_model` (the embedded model, the hub, a folder, a GGUF file), :func:`random_model` (a named shape
-for measuring speed; :class:`RandomWeights` names it), :func:`check_support` and :func:`require_supported` (can the engine run it, and why not),
-:func:`fuse_decoder_layers`, which makes a loaded model fast, and :func:`convert_kv_heads`, another number of KV heads.
+for measuring speed; :class:`RandomWeights` names one that is yet to be made), :func:`check_support` and
+:func:`require_supported` (can the engine run it, and why not), :func:`fuse_decoder_layers`, which makes a loaded model
+fast, and :func:`convert_kv_heads`, another number of KV heads.
 """
 
 from .embedded import fetch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -43,16 +44,14 @@ def run_rank(connection: Connection) -> int:
         built.release(model)
         dist.destroy_process_group()
     except BaseException as error:
-        try:
+        with contextlib.suppress(OSError):  # the front has gone
             connection.send(Failed(setup.rank, _sendable(error), traceback.format_exc()))
-        except OSError:  # the front has gone
-            pass
         return 1
     return 0
 
 
 def _receive_in_background(connection: Connection) -> queue.SimpleQueue:
-    """Messages as they come. A rank that waits in a collective would not notice that the front died: this thread does."""
+    """Messages as they come. A rank that waits in a collective does not notice that the front died: this thread does."""
     inbox: queue.SimpleQueue = queue.SimpleQueue()
 
     def receive() -> None:

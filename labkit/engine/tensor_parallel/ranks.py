@@ -117,7 +117,7 @@ class Ranks:
             raise self._lost(rank) from None
 
     def _lost(self, rank: int, failed: Failed | None = None) -> Exception:
-        """End everything; the error to raise. A ValueError of the ranks, such as no room for the pool, is the user's."""
+        """End everything; the error to raise. A rank's ValueError, such as no room for the pool, speaks to the user."""
         self.kill()
         if failed is None:
             return ExecutorLost(f"rank {rank} of the tensor-parallel model died; all ranks were ended: make a new LLM")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from labkit.kv_math import model_shape
 from labkit.models import RandomWeights, convert_kv_heads, load_model, read_config, require_supported
 from labkit.models.loading import load_tokenizer, resolve_device, resolve_dtype, weights_folder
+from labkit.models.quiet import quiet_transformers
 from labkit.models.random_weights import config_of_shape
 
 from ..options import EngineOptions
@@ -95,7 +96,8 @@ def resolve_sharded(
         whole, _ = convert_kv_heads(whole, num_kv_heads, "repeat")
         outline = _without_weights(whole.config, trust_remote_code)
     folder = _temporary_folder()
-    whole.save_pretrained(folder)
+    with quiet_transformers():
+        whole.save_pretrained(folder)
     return outline, own, WeightsSource(folder, chosen.type, whole.dtype, trust_remote_code, is_temporary=True)
 
 
