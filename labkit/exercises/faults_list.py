@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import __future__
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
@@ -66,12 +65,8 @@ def _edited(edit: Edit) -> Any:
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(edit.right) != 1:
         raise RuntimeError(f"{edit.place} holds {source.count(edit.right)} times, not once: {edit.right}")
-    compiled = compile(
-        source.replace(edit.right, edit.wrong),
-        f"<{edit.place} with a fault>",
-        "exec",
-        flags=__future__.annotations.compiler_flag,
-    )
+    edited = "from __future__ import annotations\n" + source.replace(edit.right, edit.wrong)
+    compiled = compile(edited, f"<{edit.place} with a fault>", "exec", dont_inherit=True)
     made: dict[str, Any] = {}
     exec(compiled, function.__globals__, made)
     return made[function.__name__]
@@ -89,7 +84,7 @@ FAULTS = (
             ),
         ),
         "a block stands in more tables than its ref_cnt says, from the step on in which a request takes blocks over",
-        "the first complaint of check() comes in a step that shares blocks (prefix cache or fork), before any are freed",
+        "the first complaint of check() comes in a step that shares blocks (by a fork), before any is freed",
         "Sharing does not count up, so the first of two holders to end puts a block on the free list that the other "
         "still reads. Whoever gets it next writes into it.",
     ),
@@ -199,9 +194,9 @@ FAULTS = (
                 "pass",
             ),
         ),
-        "first tokens are right; from then on every sequence with an unfinished block gets token 0 (the argmax of NaN), "
-        "and is right again in the steps in which its last block is full",
-        "check() is content; first tokens are right and most later ones are 0",
+        "what is computed one token at a time turns to 0, the argmax of NaN, except in the steps in which the last "
+        "block of a sequence is full",
+        "check() is content; first tokens are mostly right and later ones mostly 0",
         "The slots behind a sequence's end are masked: their weight is 0. But memory that was never written can hold "
         "NaN, and 0 x NaN is NaN. A block must be cleared before its first token is written, or never read there.",
     ),

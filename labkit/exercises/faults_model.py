@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from labkit import LLM
+from labkit.engine import ModelExecutor
 from labkit.models import random_model
 
 
@@ -22,7 +23,9 @@ def tiny_llm(kv_cache_dtype: str, num_blocks: int, block_size: int, max_num_seqs
         kv_cache_dtype=kv_cache_dtype,
         attention_backend="torch",
     )
-    for tensor in llm.engine.executor.storage.tensors():
+    executor = llm.engine.executor
+    assert isinstance(executor, ModelExecutor)
+    for tensor in executor.storage.tensors():
         tensor.fill_(torch.nan if kv_cache_dtype == "auto" else 1)
     return llm
 
