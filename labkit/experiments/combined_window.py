@@ -17,6 +17,7 @@ from .combined_traffic import Traffic
 
 _MIN_WAITING = 32
 _NO_LIMIT = 1 << 40
+_MIN_STEPS = 8
 
 
 class Load:
@@ -63,7 +64,7 @@ class Load:
 
 
 def steady_window(load: Load, seconds: float, ramp: float = 0.0) -> dict[str, Any]:
-    """Figures of a window of at least ``seconds``, after ``ramp`` seconds that do not count, on the executor's clock.
+    """Figures of a window of at least ``seconds`` and 8 steps, after ``ramp`` seconds that do not count, on the executor's clock.
 
     Static batches are counted whole: the window begins and ends between two. Averages are over time. ``drift`` is the
     second half's tokens/s over the first's, minus 1.
@@ -80,7 +81,7 @@ def steady_window(load: Load, seconds: float, ramp: float = 0.0) -> dict[str, An
     last_token: dict[str, float] = {}
     gaps: list[float] = []
     batch, batches = 0, []  # most that ran at once in the static batch, in each
-    while end - start < seconds or not load.may_cut:
+    while end - start < seconds or len(steps) < _MIN_STEPS or not load.may_cut:
         changed = load.step()
         end = now()
         for request in changed:
