@@ -64,7 +64,7 @@ class Load:
 
 
 def steady_window(load: Load, seconds: float, ramp: float = 0.0) -> dict[str, Any]:
-    """Figures of a window of at least ``seconds`` and 8 steps, after ``ramp`` seconds that do not count, on the executor's clock.
+    """Figures of at least ``seconds`` and 8 steps, after ``ramp`` seconds that do not count, on the executor's clock.
 
     Static batches are counted whole: the window begins and ends between two. Averages are over time. ``drift`` is the
     second half's tokens/s over the first's, minus 1.
