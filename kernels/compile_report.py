@@ -25,10 +25,12 @@ from triton.compiler import ASTSource
 from .attention import AttentionLaunch, KernelCall, Workspace, decode_tile_for, prefill_tile_for
 from .pages import KVPages, QuantisedKVPages, QuantisedPages
 from .tuning import DecodeTile, PrefillTile
+from .write_quantised import write_launch, write_quantised_kv_kernel
 
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32",
-    torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
+    torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }  # fmt: skip
 HEADS = [  # query heads, KV heads, head_dim_k, head_dim_v: each row of the tables, MHA and GQA, and a padded size
     (32, 32, 128, 128),
@@ -104,9 +106,22 @@ def example_call(
     return launch.prefill(tile, decode.block_m)
 
 
-def compile_call(call: KernelCall, capability: int) -> dict[str, Any]:
+def example_write(kv_format: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(kernel, arguments, constants) of `write_quantised_kv` for the first of QUANTISED_HEADS; no memory."""
+    block_size = 32 if kv_format == "int4" else 16
+    kv = example_pages(kv_format, 64, QUANTISED_HEADS[0], block_size, device="meta")
+    assert isinstance(kv, QuantisedKVPages)
+    new = torch.empty(256, kv.num_kv_heads, kv.head_dim_k, dtype=torch.bfloat16, device="meta")
+    slots, numbers = (torch.empty(256, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
+    _, arguments, constants = write_launch(new, new, kv, slots, numbers, numbers, numbers)
+    return write_quantised_kv_kernel, arguments, constants
+
+
+def compile_kernel(
+    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], capability: int
+) -> dict[str, Any]:
     """Compile for a compute capability such as 90; {registers, spill_bytes, shared_bytes, wgmma, mma}."""
-    constants: dict[tuple[int, ...], Any] = {}
+    baked: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 
     def type_of(value: Any, path: tuple[int, ...]) -> Any:
@@ -114,7 +129,7 @@ def compile_call(call: KernelCall, capability: int) -> dict[str, Any]:
         if isinstance(value, tuple):
             return type(value)(*(type_of(part, (*path, i)) for i, part in enumerate(value)))
         if value is None or (isinstance(value, int) and value == 1):  # a stride of 1 is baked in
-            constants[path] = value
+            baked[path] = value
             return "constexpr"
         if isinstance(value, torch.Tensor):
             attributes[path] = [["tt.divisibility", 16]]
@@ -126,14 +141,14 @@ def compile_call(call: KernelCall, capability: int) -> dict[str, Any]:
         return "fp32"
 
     signature = {}
-    for i, name in enumerate(call.kernel.arg_names):
-        if name in call.constants:
-            constants[(i,)] = call.constants[name]
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            baked[(i,)] = constants[name]
             signature[name] = "constexpr"
         else:
-            signature[name] = type_of(call.arguments[i], (i,))
-    source = ASTSource(fn=call.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=call.options())
+            signature[name] = type_of(arguments[i], (i,))
+    source = ASTSource(fn=kernel, signature=signature, constexprs=baked, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     sass_report = resource_usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return sass_report | {
@@ -178,7 +193,13 @@ def report(capabilities: tuple[int, ...] = (80, 89, 90, 100)) -> Iterator[dict[s
                 continue
             seen.add((kind, heads, kv_format, call.tile))
             row = {"kernel": kind, "sm": capability, "heads": heads, "kv_format": kv_format, "tile": asdict(call.tile)}
-            yield row | compile_call(call, capability)
+            yield row | compile_kernel(call.kernel, call.arguments, call.constants, call.options(), capability)
+        for kv_format in KV_FORMATS:
+            if kv_format != "fp8" or capability >= 89:
+                kernel, arguments, constants = example_write(kv_format)
+                row = {"kernel": "write", "sm": capability, "heads": QUANTISED_HEADS[0], "kv_format": kv_format}
+                early = {"EARLY": capability >= 90}
+                yield row | compile_kernel(kernel, arguments, constants | early, {}, capability)
 
 
 if __name__ == "__main__":

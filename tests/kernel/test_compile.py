@@ -1,4 +1,4 @@
-"""Every shipped configuration compiles for its GPU generation on a machine without one, and decode does not spill."""
+"""Every shipped configuration compiles for its GPU generation on a machine without one, and only prefill may spill."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def test_shipped_configurations_compile(capability):
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {row["kernel"] for row in rows} == {"decode", "prefill"}
+    assert {row["kernel"] for row in rows} == {"decode", "prefill", "write"}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_MEMORY[capability], row
-        if row["kernel"] == "decode":
+        if row["kernel"] != "prefill":
             assert row["spill_bytes"] == 0, row
         elif capability == 90:
             assert row["wgmma"] > 0, row

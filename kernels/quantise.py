@@ -1,0 +1,146 @@
+"""Quantising a tile inside a kernel, with the codes and scales of labkit.quant, bit for bit.
+
+    code = clamp(round_half_even((x - zero_point) / scale))     float32, IEEE subtraction and division, scales as stored
+
+Scales and zero points come from the extremes of their group: largest |x| / largest code, or (max - min) / largest code
+and min.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .dequantise import is_int4
+from .pages import QuantisedPages
+from .softmax import INTERPRETED
+
+LARGEST_VALUE = tl.constexpr(2.0**126)  # what lies beyond saturates: no difference of two values overflows
+LARGEST_FP16 = tl.constexpr(65504.0)
+_SIGNED_CODES = {  # smallest, largest
+    torch.int8: (-127.0, 127.0),
+    torch.float8_e4m3fn: (-448.0, 448.0),
+    torch.float8_e5m2: (-57344.0, 57344.0),
+}
+
+
+class CodeFormat(NamedTuple):
+    """What a kernel knows of K's or V's format when it is compiled.
+
+    A row of head_dim channels is loaded as one tile [groups, width], or for int4 as two: the low and the high nibbles.
+
+    halves: 2 for int4, else 1. groups, width: of a half. one_group: both halves share a scale.
+    smallest, largest: code. measured: scales come from the values, not from before the run.
+    """
+
+    halves: int
+    groups: int
+    width: int
+    one_group: bool
+    smallest: float
+    largest: float
+    measured: bool
+
+
+def code_format(pages: QuantisedPages, head_dim: int, has_tail: bool) -> CodeFormat:
+    """The constants of a kernel that writes these pages. Raises ValueError for layouts that it cannot write."""
+    codes, scales = pages.codes, pages.scales
+    halves = 2 if is_int4(pages, head_dim) else 1
+    blocks, heads, slots, groups = (1, 1, 1, 1) if scales is None else scales.shape
+    measured = has_tail or blocks > 1 or slots > 1
+    if measured and heads != codes.shape[1]:
+        raise ValueError("kv: scales that several heads share must be fixed before the run")
+    if measured and not has_tail and slots != codes.shape[2]:
+        raise ValueError("kv: scales that span the tokens of a block need a tail")
+    if halves == 2 and groups > 1 and groups % 2:
+        raise ValueError(f"kv: int4 can be written with one scale a row or an even number, got {groups}")
+    smallest, largest = _SIGNED_CODES.get(codes.dtype, (0.0, 0.0))
+    if codes.dtype == torch.uint8:
+        largest = 255.0 if halves == 1 else 15.0
+        if halves == 2 and pages.zero_points is None:
+            smallest, largest = -7.0, 7.0
+    groups_of_half = max(1, groups // halves)
+    return CodeFormat(
+        halves, groups_of_half, head_dim // halves // groups_of_half, groups == 1, smallest, largest, measured
+    )
+
+
+@triton.jit
+def extremes(x, ok, zero_points, OVER_TOKENS: tl.constexpr):
+    """Smallest and largest value of each group of x [rows, groups, width]; without zero points, of +-|x|."""
+    if zero_points is None:
+        high = tl.max(tl.where(ok, tl.abs(x), 0.0), 2, keep_dims=True)
+        if OVER_TOKENS:
+            high = tl.max(high, 0, keep_dims=True)
+        return -high, high
+    low = tl.min(tl.where(ok, x, float("inf")), 2, keep_dims=True)
+    high = tl.max(tl.where(ok, x, float("-inf")), 2, keep_dims=True)
+    if OVER_TOKENS:
+        low = tl.min(low, 0, keep_dims=True)
+        high = tl.max(high, 0, keep_dims=True)
+    return low, high
+
+
+@triton.jit
+def saturated(x, dtype: tl.dtype):
+    if dtype == tl.float16:
+        x = tl.clamp(x, -LARGEST_FP16, LARGEST_FP16)
+    return x.to(dtype)
+
+
+@triton.jit
+def on_fp8_grid(x, dtype: tl.dtype):
+    """x rounded to a multiple of its unit in the last place as fp8: the interpreter's own cast loses carries."""
+    smallest_normal = 2.0**-6 if dtype == tl.float8e4nv else 2.0**-14
+    mantissa_shift = 2.0**20 if dtype == tl.float8e4nv else 2.0**21  # 23 bits of float32 less 3 or 2
+    bits = x.to(tl.int32, bitcast=True)
+    power = tl.maximum((bits & 0x7F800000).to(tl.float32, bitcast=True), smallest_normal)
+    magic = power * (1.5 * mantissa_shift)
+    rounded = tl.abs((tl.abs(x) + magic) - magic)
+    return (rounded.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_codes(x, scale, zero_point, dtype: tl.dtype, FORMAT: CodeFormat):
+    """Codes of x; int4 as nibbles in uint8."""
+    if zero_point is not None:
+        x = x - zero_point.to(tl.float32)
+    if scale is not None:
+        x = tl.div_rn(x, scale.to(tl.float32))
+    if dtype.primitive_bitwidth > 8:
+        codes = saturated(x, dtype)
+    else:
+        x = tl.clamp(x, FORMAT.smallest, FORMAT.largest)
+        if dtype.is_fp8():
+            codes = (on_fp8_grid(x, dtype) if INTERPRETED else x).to(dtype)
+        else:
+            x = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: at this size a float has no fraction, so the sum is rounded
+            if FORMAT.halves == 2 and zero_point is None:
+                x += 8.0  # nibbles are unsigned
+            codes = x.to(tl.int32).to(dtype)
+    return codes
+
+
+@triton.jit
+def half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT: CodeFormat):
+    """Codes of one half of the rows; its scales are stored, or read where they are fixed."""
+    scale = None
+    zero_point = None
+    if pages.scales is not None:
+        if FORMAT.measured:
+            spread = high
+            if pages.zero_points is not None:
+                spread = high - low
+                zero_point = saturated(low, pages.zero_points.dtype.element_ty)
+                tl.store(pages.zero_points + scale_at, zero_point, mask=scale_ok)
+            scale = saturated(tl.div_rn(spread, FORMAT.largest), pages.scales.dtype.element_ty)
+            scale = tl.where(scale > 0.0, scale, 1.0).to(scale.dtype)  # a box of zeros has scale 1
+            tl.store(pages.scales + scale_at, scale, mask=scale_ok)
+        else:
+            scale = tl.load(pages.scales + scale_at, mask=scale_ok, other=1.0)
+            if pages.zero_points is not None:
+                zero_point = tl.load(pages.zero_points + scale_at, mask=scale_ok, other=0.0)
+    return to_codes(x, scale, zero_point, pages.codes.dtype.element_ty, FORMAT)
