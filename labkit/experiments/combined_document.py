@@ -35,8 +35,8 @@ before it has (INT4 takes the place of INT8). `labkit experiment combined` runs 
   over in the middle. K and V are noise until then, which changes no time. After half a second that does not count the
   window begins; static batches are counted whole. Tokens/s are generated tokens over wall time, prefill of newcomers
   included.
-- **Windows** are 6 s for 13B in 40 GiB and 4 s elsewhere, since time on the machine was short: with few requests at
-  once, a window sees few of them, and averages are rough. `drift` in the file compares its halves.
+- **Windows** are short, 4 s or more (`window_s`), since time on the machine was: with few requests at once a window
+  sees few of them, and averages are rough. `drift` in the file compares its halves.
 - **At once**: requests in memory, averaged over the window; of static batches, how large they begin. *Predicted* is
   `plan_capacity`'s pool divided by what a request holds on average while it runs
   (`labkit.experiments.combined_capacity`), and for tokens/s the simulator, calibrated on earlier results. Both were
