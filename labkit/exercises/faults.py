@@ -67,7 +67,8 @@ class FaultRun:
         rows = []
         for name, prompt, taken, got, expected in self._rows():
             wrong = "" if got == expected else f"<br><span style='opacity:0.75'>expected {expected}</span>"
-            mark = "✓" if got == expected else "<b style='color:#d55e00'>✗</b>"
+            is_cut = got == "none" or f"{expected} ".startswith(f"{got} ")
+            mark = "✓" if got == expected else "…" if is_cut else "<b style='color:#d55e00'>✗</b>"
             cells = (escape(name), escape(prompt), taken, mark, f"{got}{wrong}")
             rows.append("".join(f"<td style='text-align:left;vertical-align:top'>{cell}</td>" for cell in cells))
         names = ("sequence", "prompt", "blocks taken over", "", "output")

@@ -26,8 +26,8 @@ class Edit:
         return resolve_name(self.place)
 
     def __str__(self) -> str:
-        wrong = textwrap.indent(self.wrong, "    ").rstrip() if self.wrong else "    (missing)"
-        return f"{self.place.partition(':')[2]} should say\n{textwrap.indent(self.right, '    ')}\nand said\n{wrong}"
+        wrong = self.wrong or "(nothing)"
+        return f"{self.place.partition(':')[2]} should say\n    {self.right.strip()}\nand said\n    {wrong}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +157,9 @@ FAULTS = (
         "tiny Llama, int8 KV cache",
         (
             Edit(
-                "labkit.engine.kv_storage:KVStorage._parts",
-                "(*pages.k, *pages.v)",
-                "(pages.k.codes, pages.v.codes)",
+                "labkit.engine.kv_storage:KVStorage.copy_blocks",
+                "for tensor in self.tensors():",
+                "for tensor in (side.codes for pages in self._pages.values() for side in (pages.k, pages.v)):",
             ),
         ),
         "check() is content; only a sequence whose block was copied (BlockCopied in the trace) goes wrong, and only in "

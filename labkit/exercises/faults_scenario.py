@@ -1,4 +1,4 @@
-"""The scenario of the fault lab: nine requests, with everything that can go wrong in it, on a device that remembers.
+"""The scenario of the fault lab: eight requests, with everything that can go wrong in it, on a device that remembers.
 
 Blocks hold 4 tokens, a step computes at most 8, and memory is short, so that blocks soon get new owners::
 
