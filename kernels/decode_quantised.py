@@ -53,6 +53,15 @@ def positions(start, end, visible_from, BLOCK_N: tl.constexpr, WINDOWED: tl.cons
 
 
 @triton.jit
+def block_of(table_row, pos, end, visible_from, BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr):
+    """The block that holds `pos`, or the nearest visible position; 0 where there is none."""
+    at = tl.minimum(pos, end - 1)
+    if WINDOWED:
+        at = tl.maximum(at, visible_from)
+    return tl.load(table_row + at // BLOCK_SIZE, mask=end > 0, other=0)
+
+
+@triton.jit
 def shown_scores(
     raw, pos, visible, row_pos, window, inner_scale, score_scale,
     MULTI_QUERY: tl.constexpr, SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr,
@@ -123,7 +132,8 @@ def attend_quantised(
     TESTING: tl.constexpr = Q_TYPE.primitive_bitwidth == 32
     K_TYPE: tl.constexpr = Q_TYPE if TESTING or k.codes.dtype.element_ty.primitive_bitwidth == 16 else tl.float16
     V_TYPE: tl.constexpr = Q_TYPE if TESTING or v.codes.dtype.element_ty.primitive_bitwidth == 16 else tl.float16
-    IN_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0  # a tile lies in one block
+    ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0  # a tile lies in one block, or in two
+    TWO_BLOCKS: tl.constexpr = 2 * BLOCK_SIZE == BLOCK_N
     HALF_K: tl.constexpr = HEAD_DIM_K // 2
     HALF_V: tl.constexpr = HEAD_DIM_V // 2
     dk = tl.arange(0, DK // 2 if K_INT4 else DK)
@@ -157,13 +167,21 @@ def attend_quantised(
     l = tl.zeros([BLOCK_M], dtype=tl.float32)
     zero = tl.zeros([BLOCK_M], dtype=tl.float32)
     full = tl.minimum(seq_len // BLOCK_SIZE * BLOCK_SIZE, end) if k.tail is not None else end
-    if IN_BLOCK:  # looked up one tile ahead, so that a tile's loads need not wait for it
-        next_block = tl.load(table_row + begin // BLOCK_SIZE, mask=begin < full, other=0)
+    if ONE_BLOCK or TWO_BLOCKS:  # looked up one tile ahead, so that a tile's loads need not wait for it
+        next_block = block_of(table_row, begin, full, visible_from, BLOCK_SIZE, WINDOWED)
+        next_second = next_block
+        if TWO_BLOCKS:
+            next_second = block_of(table_row, begin + BLOCK_SIZE, full, visible_from, BLOCK_SIZE, WINDOWED)
     for start in tl.range(begin, full, BLOCK_N, num_stages=STAGES):
         pos, visible, at = positions(start, full, visible_from, BLOCK_N, WINDOWED)
-        if IN_BLOCK:
+        if ONE_BLOCK or TWO_BLOCKS:
             block = next_block.to(tl.int64)
-            next_block = tl.load(table_row + tl.minimum(start + BLOCK_N, full - 1) // BLOCK_SIZE)
+            if TWO_BLOCKS:
+                block = tl.where(tl.arange(0, BLOCK_N) < BLOCK_SIZE, block, next_second.to(tl.int64))
+                next_second = block_of(
+                    table_row, start + BLOCK_N + BLOCK_SIZE, full, visible_from, BLOCK_SIZE, WINDOWED
+                )
+            next_block = block_of(table_row, start + BLOCK_N, full, visible_from, BLOCK_SIZE, WINDOWED)
         else:
             block = tl.load(table_row + at // BLOCK_SIZE).to(tl.int64)
         slot = at % BLOCK_SIZE
@@ -178,7 +196,7 @@ def attend_quantised(
             scale_at = k_scales + block * k.scale_block
             if K_SCALE == "group":
                 scale_at += slot * k.scale_slot
-            if not (IN_BLOCK and K_SCALE == "channel"):
+            if not (ONE_BLOCK and K_SCALE == "channel"):
                 scale_at = scale_at[:, None]
             low = apply_scales(low, k, scale_at, dk, dk_ok, K_CHANNELS, K_INT4)
             if K_INT4:

@@ -68,13 +68,23 @@ DECODE = {
 }
 DECODE[100] = [(ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)), *DECODE[90][1:]]  # compiled, never measured
 
-# Quantised KV. Rows (K in int4, head size <=, tile); block_m 8: keys are the wide side (decode_quantised.py).
+# Quantised KV. Rows (K in int4, query heads a KV head <=, head size <=, tile). block_m 8: keys are the wide side of the
+# product (decode_quantised.py). One warp a program: nothing to wait for but memory; the more programs, the better.
 QUANTISED_DECODE = {
-    80: [(False, 128, DecodeTile(8, 64, 4, 3, 3, 256)), (True, 128, DecodeTile(8, 32, 2, 3, 4, 256))],
-    90: [(False, 128, DecodeTile(8, 64, 2, 3, 4, 256, 224)), (True, 128, DecodeTile(8, 32, 1, 4, 10, 256, 200))],
+    80: [
+        (False, ANY, 128, DecodeTile(8, 64, 4, 3, 3, 256)),
+        (True, ANY, 128, DecodeTile(8, 32, 2, 3, 4, 256)),
+        (False, ANY, 256, DecodeTile(8, 32, 4, 2, 2, 256)),
+        (True, ANY, 256, DecodeTile(8, 32, 4, 2, 2, 256)),
+    ],
+    90: [
+        (False, ANY, 128, DecodeTile(8, 32, 1, 3, 8, 256)),
+        (True, 1, 128, DecodeTile(8, 32, 1, 3, 8, 256)),
+        (True, ANY, 128, DecodeTile(8, 32, 1, 2, 12, 256)),
+        (False, ANY, 256, DecodeTile(8, 32, 4, 2, 2, 256)),
+        (True, ANY, 256, DecodeTile(8, 32, 4, 2, 2, 256)),
+    ],
 }
-for _rows in QUANTISED_DECODE.values():
-    _rows += [(int4, 256, replace(tile, block_n=32, num_warps=4, num_stages=2)) for int4, _, tile in _rows]
 
 # Rows (head size <=, tile).
 PREFILL = {
@@ -115,7 +125,11 @@ def quantised_decode_tile(capability: int, int4: bool, group: int, head_dim: int
     """Tile of the decode kernel over quantised pages; int4: K's format."""
     _check_head_dim(head_dim)
     rows = QUANTISED_DECODE[90 if generation(capability) >= 90 else 80]
-    tile = next(tile for of_int4, most_dim, tile in rows if of_int4 == int4 and head_dim <= most_dim)
+    tile = next(
+        tile
+        for of_int4, most_group, most_dim, tile in rows
+        if of_int4 == int4 and group <= most_group and head_dim <= most_dim
+    )
     return replace(tile, block_m=max(tile.block_m, 1 << (group - 1).bit_length()))
 
 
