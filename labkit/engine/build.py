@@ -153,7 +153,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions, group: ShardGro
         shapes = record_layer_shapes(model)
         require_windows_to_arrive(model, shapes)
         if not options.enforce_eager:
-            fused = FusedModel(model)
+            fused = FusedModel(model, None if group is None else group.all_reduce)
         captures_graphs = backend_name == "triton" and model.device.type == "cuda" and not options.enforce_eager
         max_num_batched_tokens = token_budget(options, model.device.type)
         policy = resolve_policy(options.kv_cache_dtype)

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from labkit.models import FusionReport, fuse_decoder_layers
+from labkit.models.fused import AllReduce
 
 from .attention import attend_fused
 
@@ -17,13 +18,14 @@ class FusedModel:
     A model whose layers cannot be fused stays as it is, and ``report.reason`` says why.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, all_reduce: AllReduce | None = None) -> None:
+        """``all_reduce`` is given for one rank's part of a model; :meth:`undo` does not bring its wrappers back."""
         self._base: Any = model.base_model
         self._layers = list(getattr(self._base, "layers", ()))
         self._norm = getattr(self._base, "norm", None)
         self._rotary = getattr(self._base, "rotary_emb", None)
         self._hooks = set(self._base._forward_pre_hooks)
-        self.report: FusionReport = fuse_decoder_layers(model, attend_fused)
+        self.report: FusionReport = fuse_decoder_layers(model, attend_fused, all_reduce)
 
     def undo(self) -> None:
         """Give the model its own layers back. Their weights were views of the merged ones and stay valid."""

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from labkit.kernels import elementwise, elementwise_reference
 
+from .fused_shard import LocalLayers
 from .fused_structure import merge_rows, sliding_window_of, why_layer_cannot_fuse
 
 
@@ -44,6 +45,9 @@ class FusedAttentionInfo:
     k_norm: torch.Tensor | None
     norm_eps: float
 
+
+AllReduce = Callable[[torch.Tensor], object]
+"""Replaces a tensor, in place, by its sum over the ranks that share a model."""
 
 Attend = Callable[[FusedAttentionInfo, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(info, qkv, cos, sin) -> [num_tokens, num_q_heads * head_dim].
@@ -110,13 +114,15 @@ class FusedDecoderLayer(nn.Module):
     gate_up_bias: torch.Tensor | None
     info: FusedAttentionInfo
 
-    def __init__(self, layer: Any, attend: Attend) -> None:
+    def __init__(self, layer: Any, attend: Attend, all_reduce: AllReduce | None = None) -> None:
+        """``all_reduce`` is given where the layer holds this rank's heads and columns only."""
         super().__init__()
         self.self_attn = layer.self_attn
         self.mlp = layer.mlp
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         self.attend = attend
+        self.all_reduce = all_reduce
         self.sliding_window = sliding_window_of(layer)
         self.merge()
         self.register_load_state_dict_post_hook(lambda module, _: module.merge())  # assign=True replaces parameters
@@ -174,30 +180,43 @@ class FusedDecoderLayer(nn.Module):
         normed = ops.rms_norm(residual, norm.weight, norm.variance_epsilon)
         qkv = F.linear(normed, self.qkv_weight, self.qkv_bias)
         attended = self.attend(self.info, qkv, cos[0], sin[0])
-        add_projection(residual, attended, self.self_attn.o_proj)
+        add_projection(residual, attended, self.self_attn.o_proj, self.all_reduce)
 
         norm = self.post_attention_layernorm
         normed = ops.rms_norm(residual, norm.weight, norm.variance_epsilon)
         gated = ops.silu_mul(F.linear(normed, self.gate_up_weight, self.gate_up_bias))
-        add_projection(residual, gated, self.mlp.down_proj)
+        add_projection(residual, gated, self.mlp.down_proj, self.all_reduce)
         return residual[None]
 
 
-def add_projection(residual: torch.Tensor, x: torch.Tensor, linear: nn.Linear) -> None:
-    """residual += linear(x), in place. Without a bias the GEMM itself adds (beta = 1), rounding once, in one launch."""
-    if linear.bias is None:
+def add_projection(
+    residual: torch.Tensor, x: torch.Tensor, linear: nn.Linear, all_reduce: AllReduce | None = None
+) -> None:
+    """residual += linear(x), in place. Without a bias the GEMM itself adds (beta = 1), rounding once, in one launch.
+
+    With ``all_reduce``, ``x`` and the weight are this rank's columns: the products are summed first.
+    """
+    if all_reduce is not None:
+        product = F.linear(x, linear.weight)
+        all_reduce(product)
+        residual.add_(product)
+        if linear.bias is not None:  # every rank has all of it
+            residual.add_(linear.bias)
+    elif linear.bias is None:
         residual.addmm_(x, linear.weight.t())
     else:
         residual.add_(F.linear(x, linear.weight, linear.bias))
 
 
-def fuse_decoder_layers(model: Any, attend: Attend) -> FusionReport:
+def fuse_decoder_layers(model: Any, attend: Attend, all_reduce: AllReduce | None = None) -> FusionReport:
     """Swap the decoder layers, final norm and rotary embedding of a loaded model for fused ones, in place.
 
     model: a transformers model in eval mode, with or without LM head, of the Llama structure (llama, mistral, qwen2,
     qwen3). Afterwards call it with packed tokens, `model(input_ids[None], position_ids=positions[None],
     use_cache=False)`, under an attention implementation for which transformers builds no mask.
     Either all layers are fused or, if one cannot be, none: the report says why.
+
+    all_reduce: for a model that transformers cut for several ranks, on each of them. It cannot be undone.
     """
     base = model.base_model
     layers = getattr(base, "layers", None)
@@ -205,12 +224,15 @@ def fuse_decoder_layers(model: Any, attend: Attend) -> FusionReport:
         return FusionReport(0, 0, f"{type(base).__name__} has no decoder layers under .layers")
     if model.training:
         return FusionReport(len(layers), 0, "the model is in training mode: call model.eval() first")
+    local = None if all_reduce is None else LocalLayers(layers)
     for i, layer in enumerate(layers):
         reason = why_layer_cannot_fuse(layer)
         if reason is not None:
+            if local is not None:
+                local.restore()
             return FusionReport(len(layers), 0, f"layer {i}: {reason}")
     for i, layer in enumerate(layers):
-        layers[i] = FusedDecoderLayer(layer, attend).eval()
+        layers[i] = FusedDecoderLayer(layer, attend, all_reduce).eval()
     base.norm = FusedRMSNorm(base.norm).eval()
     base.register_forward_pre_hook(refuse_recording, with_kwargs=True)
 

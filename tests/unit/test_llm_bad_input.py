@@ -119,7 +119,6 @@ def assert_unharmed(llm: LLM) -> None:
             ValueError,
             r"num_gpu_blocks_override=100 takes .* GiB are left for the KV pool: lower it to \d+ or less",
         ),
-        ({"tensor_parallel_size": 2}, NotImplementedError, "tensor_parallel_size=2"),
         ({"quantization": "fp8"}, ValueError, "quantization must be None with a module.*quantise_weights"),
         (
             {"max_model_len": 100, "num_gpu_blocks_override": 6},

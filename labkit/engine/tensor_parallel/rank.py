@@ -51,7 +51,7 @@ def run_rank(connection: Connection) -> int:
 
 
 def _receive_in_background(connection: Connection) -> queue.SimpleQueue:
-    """Messages as they come. A rank that waits in a collective does not notice that the front died: this thread does."""
+    """Messages as they come. A rank that waits in a collective does not see that the front died: this thread does."""
     inbox: queue.SimpleQueue = queue.SimpleQueue()
 
     def receive() -> None:

@@ -36,6 +36,10 @@ class ShardGroup:
             max_model_len=max_model_len if num_blocks is not None else min(max_model_len, blocks * spec.block_size),
         )
 
+    def all_reduce(self, part: torch.Tensor) -> None:
+        """Replace ``part`` by its sum over the ranks. Asynchronous on a GPU."""
+        dist.all_reduce(part)
+
     def share(self, tokens: torch.Tensor) -> None:
         """Overwrite ``tokens`` with what rank 0 sampled. Asynchronous on a GPU."""
         if len(tokens):

@@ -33,10 +33,23 @@ def load_shard(source: WeightsSource, size: int, device: torch.device) -> PreTra
             config = AutoConfig.from_pretrained(source.folder)
             model = random_model(config, dtype=source.dtype or "auto", device=device, seed=source.random_seed)
     if size > 1:
-        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
         with torch.no_grad():
-            apply_tensor_parallelism(model, init_device_mesh(device.type, (size,), mesh_dim_names=("tp",)), plan)
+            _cut(model, size, device)
     model = model.to(device).eval()  # what is not cut
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return model
+
+
+def _cut(model: PreTrainedModel, size: int, device: torch.device) -> None:
+    """Replace every weight that transformers' plan shards by this rank's part, as :func:`from_pretrained` would."""
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
+    whole = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in whole.items()}
+    tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in whole}
+    del whole, names
+    plan = {name: style for name, style in plan.items() if name not in tied}  # a weight of two names is cut once
+    apply_tensor_parallelism(model, init_device_mesh(device.type, (size,), mesh_dim_names=("tp",)), plan)
+    for name, original in tied.items():
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module)._parameters[attribute] = model.get_parameter(original)

@@ -1,0 +1,152 @@
+"""Several ranks give the answers of one, and leave nothing behind however they end.
+
+Processes on a CPU with gloo stand for GPUs with NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from labkit.core import ExecutorLost
+from labkit.engine import LLM, RequestOutput
+from labkit.engine.tensor_parallel import ShardedEngine
+from labkit.scheduling import SamplingParams
+
+from .tiny_models import TINY, VOCAB_SIZE
+
+OPTIONS = dict(num_gpu_blocks_override=64, max_num_seqs=4, max_num_batched_tokens=16)  # the long prompt comes in chunks
+PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 11] * 10, [17]]
+EVERYTHING = SamplingParams(
+    temperature=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE, prompt_logprobs=VOCAB_SIZE
+)
+
+
+def engine(name: str, size: int, **options: object) -> LLM:
+    return LLM(TINY[name](), tensor_parallel_size=size, **(OPTIONS | options))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[LLM]:
+    """One engine on two ranks for all tests that do not break it."""
+    with engine("llama", 2) as llm:
+        yield llm
+    assert processes_of_ranks() == []
+
+
+@pytest.fixture
+def no_leftovers() -> Iterator[None]:
+    """What a test starts, processes and temporary folders, must be gone when it ends."""
+    before = processes_of_ranks(), set(Path("/tmp").glob("labkit-ranks-*"))
+    yield
+    left = [process for process in processes_of_ranks() if process not in before[0]]
+    for process in left:
+        process.kill()
+    assert left == []
+    assert set(Path("/tmp").glob("labkit-ranks-*")) <= before[1]
+
+
+def processes_of_ranks() -> list[psutil.Process]:
+    """Launchers and ranks that this process has started."""
+    return [p for p in psutil.Process().children(recursive=True) if "labkit.engine.tensor_parallel" in _command(p)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
+
+
+def logprobs(output: RequestOutput) -> torch.Tensor:
+    """[num_positions, vocab_size]: of the prompt's tokens after the first, then of the generated ones."""
+    assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
+    rows = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return torch.tensor([[row[token].logprob for token in range(VOCAB_SIZE)] for row in rows])  # type: ignore[index]
+
+
+def compare(llm: LLM, name: str, num_ranks_of_a_head: int = 1) -> None:
+    """``llm`` against the same model on one rank: logits of prompts and of generated tokens, and the pool."""
+    with LLM(TINY[name](), **OPTIONS) as alone:
+        expected = alone.generate(PROMPTS, EVERYTHING, use_tqdm=False)
+        pool = alone.memory.kv_pool
+    got = llm.generate(PROMPTS, EVERYTHING, use_tqdm=False)
+    for one, other in zip(got, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert (logprobs(one) - logprobs(other)).abs().max() < 1e-4
+    sharded = llm._built
+    assert isinstance(sharded, ShardedEngine)
+    assert llm.memory.kv_pool == pool * num_ranks_of_a_head // len(sharded.ready)
+    assert {ready.kv_bytes for ready in sharded.ready} == {llm.memory.kv_pool}
+    unfused = "Gemma2DecoderLayer is not one of the known Llama-structured layers"
+    assert all(
+        ready.fusion.startswith("layer 0: " + unfused if name == "gemma2" else "fused") for ready in sharded.ready
+    )
+    llm.engine.scheduler.kv.check()
+
+
+def test_llama_on_two_ranks_has_the_logits_of_one(llama):
+    compare(llama, "llama")
+
+
+def test_sampling_prefix_cache_and_forks_on_two_ranks(llama):
+    params = [
+        SamplingParams(temperature=1, seed=3, max_tokens=8, n=2),
+        SamplingParams(temperature=1, seed=4, max_tokens=8),
+    ]
+    prompts = [[3, 4, 11] * 10, [3, 4, 11] * 10 + [5]]
+
+    def run(llm: LLM) -> list[list[list[int]]]:
+        rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+        assert rounds[1][1].num_cached_tokens > 0
+        return [[completion.token_ids for completion in output.outputs] for output in rounds[0] + rounds[1]]
+
+    with LLM(TINY["llama"](), **OPTIONS) as alone:
+        expected = run(alone)
+    assert run(llama) == expected
+
+
+@pytest.mark.parametrize(("name", "size", "num_ranks_of_a_head"), [("qwen3", 2, 1), ("gemma2", 2, 1), ("llama", 4, 2)])
+def test_other_models_and_more_ranks_than_kv_heads(name, size, num_ranks_of_a_head, no_leftovers):
+    with engine(name, size) as llm:
+        compare(llm, name, num_ranks_of_a_head)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_raises_within_seconds_and_takes_its_engine_along_but_no_other(llama, rank, no_leftovers):
+    expected = answer(llama)
+    others = processes_of_ranks()
+    llm = engine("llama", 2)
+    assert answer(llm) == expected
+    launcher = next(p for p in processes_of_ranks() if p not in others and p.children())
+    stream = llm.stream(PROMPTS, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    next(stream)
+    os.kill(sorted(child.pid for child in launcher.children())[rank], signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(ExecutorLost, match="rank [01] of the tensor-parallel model died"):
+        list(stream)
+    assert time.monotonic() - begin < 5
+    assert processes_of_ranks() == others
+    llm.engine.scheduler.kv.check()
+    assert not llm.engine.has_unfinished
+    with pytest.raises(ExecutorLost, match="make a new LLM"):
+        answer(llm)
+    llm.close()
+    assert answer(llama) == expected
+
+
+def test_an_error_while_ranks_are_made_is_the_callers(no_leftovers):
+    with pytest.raises(ValueError, match="num_gpu_blocks_override=999999999"):
+        engine("llama", 2, num_gpu_blocks_override=999_999_999)
+
+
+def answer(llm: LLM) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    return llm.generate([PROMPTS[0]], params, use_tqdm=False)[0].outputs[0].token_ids
