@@ -132,19 +132,26 @@ def bench_serve_command(
         typer.Option(help="labkit, transformers-generate, transformers-cb or vllm; may be repeated; else labkit."),
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="A shipped length table, such as azure_conv; else lognormal lengths.")
+        str | None,
+        typer.Option(help="A shipped length table, such as azure_conv, or one size for all, 128x512; else lognormal."),
     ] = None,
     num_requests: Annotated[int, typer.Option(help="Requests to serve.")] = 256,
     rate: Annotated[float | None, typer.Option(help="Arrivals a second (Poisson); else all at once.")] = None,
     max_model_len: Annotated[int, typer.Option(help="Longest request.")] = 1536,
     kv_cache_dtype: Annotated[str, typer.Option(help="How labkit stores K and V: auto, fp8, int8 or int4.")] = "auto",
+    tensor_parallel_size: Annotated[
+        list[int] | None, typer.Option(help="GPUs that share the model; may be repeated, to compare; else 1.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to add the rows to.")] = None,
 ) -> None:
     """Serve the same requests with labkit and with what transformers offers; prints tokens/s and their ratio."""
     from labkit import experiments
 
-    systems, longest, options = system or ["labkit"], max_model_len, {"kv_cache_dtype": kv_cache_dtype}
-    rows = experiments.bench_serve_shape(shape, systems, lengths, num_requests, rate, longest, **options)
+    workload = (lengths, num_requests, rate, max_model_len)
+    rows = []
+    for size in tensor_parallel_size or [1]:
+        options = {"kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": size}
+        rows += experiments.bench_serve_shape(shape, system or ["labkit"], *workload, **options)
     typer.echo(experiments.table(rows).to_string(index=False, na_rep="not measured"))
     if out is not None:
         experiments.save_rows(out, rows, experiments.provenance())

@@ -14,14 +14,17 @@ from .serving import ServeRow
 
 
 def save_rows(path: Path, rows: Sequence[ServeRow], provenance: dict[str, Any]) -> None:
-    """Add ``rows`` to the JSON file at ``path``, in place of earlier ones of the same model, system and workload."""
+    """Add ``rows`` to the JSON file at ``path``, in place of earlier ones that say the same but for the figures."""
     earlier = json.loads(path.read_text())["rows"] if path.exists() else []
     new = [asdict(row) for row in rows]
-    keys = ("model", "system", "workload", "kv_format")
-    replaced = {tuple(row[key] for key in keys) for row in new}
-    kept = [row for row in earlier if tuple(row[key] for key in keys) not in replaced]
+    replaced = {_identity(row) for row in new}
+    kept = [row for row in earlier if _identity(row) not in replaced]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": provenance, "rows": kept + new}, indent=1) + "\n")
+
+
+def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    return (*(row[key] for key in ("model", "system", "workload", "kv_format")), row.get("tensor_parallel_size", 1))
 
 
 def table(rows: Sequence[ServeRow]) -> pd.DataFrame:
@@ -31,5 +34,15 @@ def table(rows: Sequence[ServeRow]) -> pd.DataFrame:
     """
     frame = pd.DataFrame([asdict(row) for row in rows]).astype({"tokens_per_second": float})
     frame["ratio"] = frame["tokens_per_second"] / frame["tokens_per_second"].iloc[0]
-    columns = ["model", "system", "workload", "tokens_per_second", "ratio", "ttft_p50_s", "itl_p50_s", "itl_p99_s"]
+    columns = [
+        "model",
+        "system",
+        "tensor_parallel_size",
+        "workload",
+        "tokens_per_second",
+        "ratio",
+        "ttft_p50_s",
+        "itl_p50_s",
+        "itl_p99_s",
+    ]
     return frame.loc[:, columns]

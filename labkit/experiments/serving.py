@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from labkit.engine import LLM
-from labkit.models import random_model
+from labkit.kv_math import model_shape
+from labkit.models import RandomWeights, random_model
 from labkit.scheduling import SamplingParams
 from labkit.simulation import LengthTable, all_at_once, poisson_arrivals, sample_workload
 
 from .serving_peers import serve_with_continuous_batching, serve_with_generate, serve_with_vllm
-from .serving_workload import ServeRequest, standard_workload, table_workload
+from .serving_workload import ServeRequest, fixed_workload, standard_workload, table_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class ServeRow:
 
     ``tokens_per_second`` counts generated tokens over the time from the first arrival to the last token; prefill is
     in it, loading, warm-up and graph capture are not. ``seconds`` is None for a system that is not installed.
+    ``kv_pool_bytes`` and ``kv_bytes_per_token`` are those of one of ``tensor_parallel_size`` ranks.
     """
 
     model: str
@@ -43,10 +46,13 @@ class ServeRow:
     itl_p99_s: float | None = None
     peak_kv_cache_usage: float | None = None
     num_preemptions: int | None = None
+    tensor_parallel_size: int = 1
+    kv_pool_bytes: int | None = None
+    kv_bytes_per_token: int | None = None
 
 
 def bench_serve(
-    model: PreTrainedModel,
+    model: PreTrainedModel | RandomWeights,
     requests: Sequence[ServeRequest],
     *,
     systems: Sequence[str] = ("labkit",),
@@ -62,6 +68,9 @@ def bench_serve(
     unknown = [name for name in systems if name not in SYSTEMS]
     if unknown:
         raise ValueError(f"systems must be among {', '.join(SYSTEMS)}, got {unknown}")
+    size = llm_options.get("tensor_parallel_size", 1)
+    if size > 1 and set(systems) != {"labkit"}:
+        raise ValueError(f"systems must be labkit alone with tensor_parallel_size={size}, got {', '.join(systems)}")
     rows = []
     for name in systems:
         own = name == "labkit"
@@ -78,14 +87,19 @@ def bench_serve(
                 num_requests=len(requests),
                 num_prompt_tokens=sum(len(r.prompt_token_ids) for r in requests),
                 num_output_tokens=num_output,
+                tensor_parallel_size=size,
                 tokens_per_second=None if seconds is None else num_output / seconds,
                 **figures,
             )
         )
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_gpu()
     return rows
+
+
+def _free_gpu() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def bench_serve_shape(
@@ -100,12 +114,18 @@ def bench_serve_shape(
 ) -> list[ServeRow]:
     """:func:`bench_serve` for random weights of a known shape.
 
-    ``lengths`` names a shipped length table, None means :func:`standard_workload`; ``rate`` is arrivals a second,
-    None means that all are there at once; ``llm_options`` go to labkit's :class:`LLM`.
+    ``lengths`` names a shipped length table, or is one size for all such as "128x512" (prompt, output), None means
+    :func:`standard_workload`; ``rate`` is arrivals a second, None means that all are there at once; ``llm_options`` go
+    to labkit's :class:`LLM`. Ranks of ``tensor_parallel_size`` > 1 make the weights themselves.
     """
-    model = random_model(shape)
-    vocab_size = model.config.vocab_size
-    if lengths is None and rate is None:
+    sharded = llm_options.get("tensor_parallel_size", 1) > 1
+    _free_gpu()  # of what an earlier run left to this process: ranks are others
+    model = RandomWeights(shape) if sharded else random_model(shape)
+    vocab_size = model_shape(shape).vocab_size
+    if lengths is not None and (sizes := re.fullmatch(r"(\d+)x(\d+)", lengths)):
+        requests = fixed_workload(vocab_size, num_requests, int(sizes[1]), int(sizes[2]), rate, seed)
+        name = f"{lengths}, {num_requests} " + ("at once" if rate is None else f"at {rate:g}/s")
+    elif lengths is None and rate is None:
         requests = standard_workload(vocab_size, num_requests)
         name = f"lognormal, {num_requests} at once"
     else:
@@ -117,13 +137,16 @@ def bench_serve_shape(
     return bench_serve(model, requests, systems=systems, max_model_len=max_model_len, **names, **llm_options)
 
 
-def serve_with_labkit(model: PreTrainedModel, requests: Sequence[ServeRequest], **llm_options: Any) -> dict[str, Any]:
+def serve_with_labkit(
+    model: PreTrainedModel | RandomWeights, requests: Sequence[ServeRequest], **llm_options: Any
+) -> dict[str, Any]:
     """Through :class:`LLM`: greedy, lengths forced, requests added when they arrive."""
     longest = max(len(r.prompt_token_ids) + r.num_output_tokens for r in requests)
     with LLM(model, **({"max_model_len": longest, "enable_prefix_caching": False} | llm_options)) as llm:
         llm.generate([[1] * min(600, longest - 4)] * 4, _forced(4), use_tqdm=False)  # compiles what prefill needs
         llm.reset_stats()
-        return run_requests(llm, requests)
+        pool = {"kv_pool_bytes": llm.memory.kv_pool, "kv_bytes_per_token": llm.memory.bytes_per_token}
+        return run_requests(llm, requests) | pool
 
 
 def run_requests(llm: LLM, requests: Sequence[ServeRequest]) -> dict[str, Any]:

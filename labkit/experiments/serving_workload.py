@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from labkit.simulation import Workload
+from labkit.simulation import Workload, all_at_once, poisson_arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,16 @@ def table_workload(workload: Workload, vocab_size: int, max_model_len: int, seed
         ServeRequest(rng.integers(10, vocab_size, prompt).tolist(), output, arrival)
         for arrival, prompt, output in workload.fitting(max_model_len)
     ]
+
+
+def fixed_workload(
+    vocab_size: int, num_requests: int, num_prompt_tokens: int, num_output_tokens: int, rate: float | None, seed: int
+) -> list[ServeRequest]:
+    """Random prompts of one length and outputs of one length: with all there at once, the batch keeps its size."""
+    rng = np.random.default_rng(seed)
+    times = all_at_once(num_requests) if rate is None else poisson_arrivals(num_requests, rate, seed)
+    prompts = rng.integers(10, vocab_size, (num_requests, num_prompt_tokens)).tolist()
+    return [ServeRequest(prompt, num_output_tokens, time) for prompt, time in zip(prompts, times, strict=True)]
 
 
 def _lognormal_lengths(
