@@ -24,6 +24,7 @@ import triton
 from . import KVPages, Workspace, paged_attention, reference, steps, swap_blocks, write_kv
 from .bench_quantised import CASES as QUANTISED_CASES
 from .bench_quantised import QuantisedCase
+from .bench_write import bench_quantised_write
 from .measure import (
     PagePool,
     batch_lengths,
@@ -206,6 +207,22 @@ def bench_quantised(pool: PagePool, ceiling: float) -> Iterator[dict[str, Any]]:
             )  # fmt: skip
 
 
+def bench_quantised_prefill(pool: PagePool) -> Iterator[dict[str, Any]]:
+    """Prefill over quantised pages, as a ratio to the same batch in bf16, measured just before."""
+    for heads in (GQA, MHA):
+        for batch, (lens, query_lens) in PREFILL.items():
+            flops = causal_flops(heads[0], heads[2], heads[2], lens, query_lens)
+            bf16_us = Case(pool, heads, lens, query_lens).time()
+            for kv_format in ("fp8", "int8", "int4"):
+                case = QuantisedCase(kv_format, heads, lens, 32, query_lens)
+                us = case.time()
+                error = {} if query_lens[-1] > 2048 else {"error": case.error()}  # float64 scores take their room
+                yield row(
+                    "prefill", "labkit", heads, batch, 32, us, kv_format, tflops=flops / us / 1e6,
+                    ratio_to_bf16=us / bf16_us, **error,
+                )  # fmt: skip
+
+
 def provenance() -> dict[str, str]:
     """Where a measurement comes from: GPU, driver, versions, commit, command, date."""
 
@@ -227,7 +244,9 @@ def provenance() -> dict[str, str]:
 
 
 def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str], object] = print) -> dict[str, Any]:
-    """Measure everything (or the named groups of ops) on the current GPU and return the table with its provenance.
+    """Measure everything on the current GPU, or the named groups of ops, and return the table with its provenance.
+
+    "quantised" is a table of its own (quant.json): it runs only when it is named.
 
     Raises RuntimeError without a CUDA device: there is nothing to measure in an interpreter.
     """
@@ -243,6 +262,8 @@ def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str],
         "swap": lambda: bench_swap(pool),
         "steps": lambda: bench_steps(pool, ceiling),
         "quantised": lambda: bench_quantised(pool, ceiling),
+        "quantised-prefill": lambda: bench_quantised_prefill(pool),
+        "quantised-write": lambda: bench_quantised_write(ceiling),
     }
     unknown = set(only or ()) - set(groups)
     if unknown:
@@ -250,7 +271,7 @@ def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str],
     result = {"provenance": provenance(), "ceiling_gbps": round(ceiling, 1), "matmul_tflops": round(matmul_tflops(), 1)}
     show(json.dumps(result))
     rows: list[dict[str, Any]] = []
-    for name in only or groups:
+    for name in only or [name for name in groups if name != "quantised"]:
         for one in groups[name]():
             rows.append(one)
             show(" ".join(f"{value}" for value in one.values()))
@@ -260,7 +281,9 @@ def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str],
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--only", nargs="+", help="decode, prefill, mixed, write, swap, steps, quantised")
+    parser.add_argument(
+        "--only", nargs="+", help="decode, prefill, mixed, write, swap, steps, quantised, quantised-write"
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave out torch SDPA, flashinfer and flash-attn")
     options = parser.parse_args()
     result = run(options.only, not options.no_peers)

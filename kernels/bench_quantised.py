@@ -37,9 +37,12 @@ def fill(pages: QuantisedPages) -> None:
 
 
 class QuantisedCase:
-    """One batch of one new token a sequence, with disjoint block tables to rotate through."""
+    """One batch, with disjoint block tables to rotate through; one new token a sequence unless query_lens says more."""
 
-    def __init__(self, kv_format: str, heads: Heads, seq_lens: list[int], block_size: int):
+    def __init__(
+        self, kv_format: str, heads: Heads, seq_lens: list[int], block_size: int, query_lens: list[int] | None = None
+    ):
+        self.query_lens = query_lens or [1] * len(seq_lens)
         num_q_heads, num_kv_heads, head_dim = heads
         count = sum(-(-n // block_size) for n in seq_lens)
         tables = max(2, min(16, 2**20 // (count * block_size)))  # 2^20 tokens: gigabytes, far beyond L2
@@ -52,17 +55,17 @@ class QuantisedCase:
             kv.k_tail.normal_()
         self.kv, self.seq_lens, self.scale = kv, seq_lens, head_dim**-0.5
         self.tables = random_tables(KVPages(kv.k.codes, kv.v.codes), seq_lens)
-        self.q = torch.randn(len(seq_lens), num_q_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        self.q = torch.randn(sum(self.query_lens), num_q_heads, head_dim, device="cuda", dtype=torch.bfloat16)
         self.out = torch.empty_like(self.q)
         self.lens = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
-        self.starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device="cuda")
+        self.starts = torch.tensor([0, *self.query_lens]).cumsum(0).int().cuda()
         self.tail_rows = torch.arange(len(seq_lens), dtype=torch.int32, device="cuda")
         self.workspace = Workspace.allocate(head_dim, "cuda")
 
     def attend(self, table: torch.Tensor) -> torch.Tensor:
         return paged_attention(
-            self.q, self.kv, table, self.lens, self.starts, scale=self.scale, max_query_len=1,
-            workspace=self.workspace, out=self.out, tail_rows=self.tail_rows,
+            self.q, self.kv, table, self.lens, self.starts, scale=self.scale,
+            max_query_len=max(self.query_lens), workspace=self.workspace, out=self.out, tail_rows=self.tail_rows,
         )  # fmt: skip
 
     def time(self) -> float:
@@ -76,7 +79,8 @@ class QuantisedCase:
 
     def error(self) -> float:
         """Relative error of the last sequence against float64 over the dequantised cache."""
-        got = self.attend(self.tables[0])[-1:].double()
+        new = self.query_lens[-1]
+        got = self.attend(self.tables[0])[-new:].double()
         blocks = self.tables[0][-1, : -(-self.seq_lens[-1] // self.kv.block_size)].long()
 
         def own(pages: QuantisedPages) -> QuantisedPages:
@@ -84,9 +88,9 @@ class QuantisedCase:
 
         kv = self.kv._replace(k=own(self.kv.k), v=own(self.kv.v))
         table = torch.arange(len(blocks), dtype=torch.int32, device="cuda")[None]
-        starts = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, new], dtype=torch.int32, device="cuda")
         want = reference.paged_attention(
-            self.q[-1:].double(), kv, table, self.lens[-1:], starts,
-            scale=self.scale, max_query_len=1, tail_rows=self.tail_rows[-1:],
+            self.q[-new:].double(), kv, table, self.lens[-1:], starts,
+            scale=self.scale, max_query_len=new, tail_rows=self.tail_rows[-1:],
         )  # fmt: skip
         return float((got - want).norm() / want.norm())

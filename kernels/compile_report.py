@@ -106,15 +106,15 @@ def example_call(
     return launch.prefill(tile, decode.block_m)
 
 
-def example_write(kv_format: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(kernel, arguments, constants) of `write_quantised_kv` for the first of QUANTISED_HEADS; no memory."""
+def example_write(kv_format: str) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """(kernel, arguments, constants, options) of `write_quantised_kv` for the first of QUANTISED_HEADS; no memory."""
     block_size = 32 if kv_format == "int4" else 16
     kv = example_pages(kv_format, 64, QUANTISED_HEADS[0], block_size, device="meta")
     assert isinstance(kv, QuantisedKVPages)
     new = torch.empty(256, kv.num_kv_heads, kv.head_dim_k, dtype=torch.bfloat16, device="meta")
     slots, numbers = (torch.empty(256, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
-    _, arguments, constants = write_launch(new, new, kv, slots, numbers, numbers, numbers)
-    return write_quantised_kv_kernel, arguments, constants
+    _, arguments, constants, num_warps = write_launch(new, new, kv, slots, numbers, numbers, numbers)
+    return write_quantised_kv_kernel, arguments, constants, {"num_warps": num_warps}
 
 
 def compile_kernel(
@@ -196,10 +196,12 @@ def report(capabilities: tuple[int, ...] = (80, 89, 90, 100)) -> Iterator[dict[s
             yield row | compile_kernel(call.kernel, call.arguments, call.constants, call.options(), capability)
         for kv_format in KV_FORMATS:
             if kv_format != "fp8" or capability >= 89:
-                kernel, arguments, constants = example_write(kv_format)
-                row = {"kernel": "write", "sm": capability, "heads": QUANTISED_HEADS[0], "kv_format": kv_format}
+                kernel, arguments, constants, options = example_write(kv_format)
+                heads = QUANTISED_HEADS[0]
+                tile = {"block_m": constants["HEADS"], "block_n": heads[2], **options}  # heads x channels
+                row = {"kernel": "write", "sm": capability, "heads": heads, "kv_format": kv_format, "tile": tile}
                 early = {"EARLY": capability >= 90}
-                yield row | compile_kernel(kernel, arguments, constants | early, {}, capability)
+                yield row | compile_kernel(kernel, arguments, constants | early, options, capability)
 
 
 if __name__ == "__main__":

@@ -211,8 +211,10 @@ def write_quantised_kv(
     """
     check_write_inputs(k_new, v_new, kv, slot_mapping, seq_lens, query_start_loc, tail_rows)
     if k_new.shape[0]:
-        grid, arguments, constants = write_launch(k_new, v_new, kv, slot_mapping, seq_lens, query_start_loc, tail_rows)
-        write_quantised_kv_kernel[grid](*arguments, **constants, **launch_options(k_new.device))
+        grid, arguments, constants, num_warps = write_launch(
+            k_new, v_new, kv, slot_mapping, seq_lens, query_start_loc, tail_rows
+        )
+        write_quantised_kv_kernel[grid](*arguments, **constants, **launch_options(k_new.device), num_warps=num_warps)
 
 
 def write_launch(
@@ -223,14 +225,15 @@ def write_launch(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     tail_rows: torch.Tensor | None,
-) -> tuple[tuple[Any], tuple[Any, ...], dict[str, Any]]:
-    """(grid, arguments, constants) of the kernel."""
+) -> tuple[tuple[Any], tuple[Any, ...], dict[str, Any], Any]:
+    """(grid, arguments, constants, num_warps) of the kernel."""
     num_tokens, num_heads, _ = k_new.shape
     num_seqs, block_size = seq_lens.shape[0], kv.block_size
     k_waits, v_waits = kv.k_tail is not None, kv.v_tail is not None
     dim = triton.next_power_of_2(max(kv.head_dim_k, kv.head_dim_v))
-    numbers = 4096 if k_waits or v_waits else 2048  # that a program quantises, of each side that it serves
-    heads = min(triton.next_power_of_2(num_heads), max(1, numbers // dim))
+    block_numbers = triton.next_power_of_2(block_size) * dim if k_waits or v_waits else 0
+    num_warps = min(16, max(4, block_numbers // 512))  # 16 numbers a thread
+    heads = min(triton.next_power_of_2(num_heads), max(1, 512 * num_warps // dim))
     block_programs = (num_seqs + num_tokens // block_size) * num_heads if k_waits or v_waits else 0
     token_programs = 0 if k_waits and v_waits else num_tokens * triton.cdiv(num_heads, heads)
     arguments = (
@@ -242,7 +245,7 @@ def write_launch(
         NUM_HEADS=num_heads, HEADS=heads, BLOCK_SIZE=block_size, DIM_K=kv.head_dim_k, DIM_V=kv.head_dim_v,
         K_FORMAT=code_format(kv.k, kv.head_dim_k, k_waits), V_FORMAT=code_format(kv.v, kv.head_dim_v, v_waits),
     )  # fmt: skip
-    return (block_programs + token_programs,), arguments, constants
+    return (block_programs + token_programs,), arguments, constants, num_warps
 
 
 def check_write_inputs(

@@ -160,7 +160,7 @@ def bench_serve_command(
 @bench.command("kernels")
 def bench_kernels_command(
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="decode, prefill, mixed, write, swap or steps.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Groups of ops; an unknown name lists all.")] = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Time candidate tiles instead, and print the best for kernels/tuning.py.")
     ] = False,
