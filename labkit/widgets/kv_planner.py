@@ -29,6 +29,10 @@ class KVPlanner(widgets.VBox):
         self, model: str = "llama-2-13b", gpu: str = "a100-40gb", context: int = 4096, batch_size: int = 4
     ) -> None:
         """Begin with this choice. Raises ValueError for a name or context that the menus do not have."""
+        menus = {"model": (model, sorted(MODEL_SHAPES)), "gpu": (gpu, list(GPUS)), "context": (context, _CONTEXTS)}
+        for name, (value, options) in menus.items():
+            if value not in options:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, options))}, got {value!r}")
         wide: dict[str, Any] = dict(style={"description_width": "90px"}, layout=widgets.Layout(width="330px"))
         self.model: Any = widgets.Dropdown(options=sorted(MODEL_SHAPES), value=model, description="model", **wide)
         self.gpu: Any = widgets.Dropdown(options=list(GPUS), value=gpu, description="GPU", **wide)

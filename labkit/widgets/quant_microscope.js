@@ -1,4 +1,5 @@
-// Three canvases for one tile of K or V [num_tokens, head_dim]: values, codes, error. Point at a cell for its numbers.
+// Three canvases for one tile of K or V [num_tokens, head_dim]: values, codes, error. Point at a cell, or focus a canvas
+// and use the arrow keys, for its numbers.
 const PANELS = [["values", "value"], ["codes", "code"], ["errors", "error"]];
 const CELL = 6;
 
@@ -19,16 +20,26 @@ function render({ model, el }) {
   const text = document.createElement("div");
   text.setAttribute("role", "status");
   text.style.minHeight = "1.5em";
+  text.className = "labkit-microscope-status";
+  el.style.color = "var(--jp-ui-font-color1, CanvasText)";
+  el.dataset.lmSuppressShortcuts = "true"; // else JupyterLab takes the arrow keys ...
+  el.addEventListener("keydown", (event) => event.stopPropagation()); // ... or its notebook does
   const row = document.createElement("div");
-  row.style.cssText = "display:flex;flex-wrap:wrap;gap:16px";
+  row.style.cssText = "display:flex;flex-wrap:wrap;gap:8px 16px";
+  let [token, channel] = [0, 0]; // of the cell that was pointed at last
   const canvases = PANELS.map(([name, label]) => {
     const figure = document.createElement("figure");
     figure.style.margin = "0";
     const caption = document.createElement("figcaption");
     const canvas = document.createElement("canvas");
     canvas.setAttribute("role", "img");
-    canvas.style.cssText = "border:1px solid var(--jp-border-color2);image-rendering:pixelated;max-width:100%";
-    canvas.addEventListener("mousemove", (event) => point(event, canvas));
+    canvas.tabIndex = 0;
+    canvas.style.cssText = "display:block;box-sizing:border-box;border:1px solid var(--jp-border-color2);image-rendering:pixelated;max-width:100%";
+    canvas.addEventListener("mousemove", (event) => pointAt(...cellUnder(event, canvas)));
+    canvas.addEventListener("mouseleave", summarise);
+    canvas.addEventListener("focus", () => pointAt(token, channel));
+    canvas.addEventListener("blur", summarise);
+    canvas.addEventListener("keydown", onArrow);
     figure.append(caption, canvas);
     row.append(figure);
     return { name, label, caption, canvas };
@@ -52,23 +63,38 @@ function render({ model, el }) {
       caption.textContent = `${label}: ${tokens} tokens down, ${channels} channels across; largest ${largest.toPrecision(3)}`;
       canvas.setAttribute("aria-label", caption.textContent);
     }
+    summarise();
+  }
+
+  function summarise() {
     text.textContent = model.get("summary");
   }
 
-  function point(event, canvas) {
+  function cellUnder(event, canvas) {
     const [tokens, channels] = model.get("shape");
     const box = canvas.getBoundingClientRect();
-    const channel = Math.floor(((event.clientX - box.left) / box.width) * channels);
-    const token = Math.floor(((event.clientY - box.top) / box.height) * tokens);
-    if (channel < 0 || token < 0 || channel >= channels || token >= tokens) return;
+    return [((event.clientY - box.top) / box.height) * tokens, ((event.clientX - box.left) / box.width) * channels].map(Math.floor);
+  }
+
+  function onArrow(event) {
+    const by = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    pointAt(token + by[0], channel + by[1]);
+  }
+
+  function pointAt(row, column) {
+    const [tokens, channels] = model.get("shape");
+    token = Math.min(tokens - 1, Math.max(0, row));
+    channel = Math.min(channels - 1, Math.max(0, column));
     const at = token * channels + channel;
     const [value, code, error] = PANELS.map(([name]) => floats(model, name)[at]);
     text.textContent = `token ${token}, channel ${channel}: value ${value.toPrecision(4)}, code ${code}, error ${error.toPrecision(2)}`;
   }
 
-  model.on("change:summary", draw); // set last, in one message with the rest
+  model.on("change", draw); // once for all traits of a message
   draw();
-  return () => model.off("change:summary", draw);
+  return () => model.off("change", draw);
 }
 
 export default { render };

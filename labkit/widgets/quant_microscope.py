@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import anywidget
 import ipywidgets
+import numpy as np
 import torch
 import traitlets
 
@@ -30,7 +34,7 @@ FORMATS: dict[str, KVFormat] = {
 
 
 class _Tile(anywidget.AnyWidget):
-    """Three pictures of a tile; all traits change in one message, ``summary`` last."""
+    """Three pictures of a tile; all traits change in one message."""
 
     _esm = Path(__file__).with_name("quant_microscope.js")
 
@@ -78,13 +82,16 @@ class QuantMicroscope(ipywidgets.VBox):
             tile = tile @ hadamard(tile.shape[1])
         stored = quantise(tile[:, None], format, block_size=tile.shape[0])
         codes = unpack_int4(stored.codes, tile.shape[1]) if format.dtype == "int4" else stored.codes
+        codes = codes.float()
+        if format.dtype == "int4" and format.scales and not format.scales.zero_point_bits:
+            codes -= 8  # nibbles are unsigned, and 8 stands for 0: shown with their sign, as int8 is
         error = tile - dequantise(stored)[:, 0]
         self.relative_error = float(error.norm() / tile.norm().clamp_min(1e-30))
         bits = 8 * stored.num_bytes / tile.numel()
         with self._picture.hold_sync():
             self._picture.shape = list(tile.shape)
             self._picture.values = tile.numpy().tobytes()
-            self._picture.codes = codes[:, 0].float().numpy().tobytes()
+            self._picture.codes = codes[:, 0].numpy().tobytes()
             self._picture.errors = error.numpy().tobytes()
             self._picture.summary = (
                 f"{bits:.2f} bits a value, scales included; relative error {self.relative_error:.2%}"
@@ -93,7 +100,35 @@ class QuantMicroscope(ipywidgets.VBox):
     def __repr__(self) -> str:
         return f"QuantMicroscope({self.tile.value}, {self.format.value}): {self._picture.summary}"
 
+    def to_png(self) -> bytes:
+        """A still picture: values, codes and errors side by side, 4 pixels a cell, in the colours of the widget."""
+        picture = self._picture
+        panels = []
+        for data, end in ((picture.values, None), (picture.codes, None), (picture.errors, (213, 94, 0))):
+            panel = _shades(np.frombuffer(data, np.float32).reshape(picture.shape), end)
+            panels += [panel.repeat(4, 0).repeat(4, 1), np.full((4 * len(panel), 12, 3), 255, np.uint8)]
+        return _png(np.concatenate(panels[:-1], axis=1))
+
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """With a line of text beside the widget, for pages that run no kernel."""
+        """With a picture and a line of text beside the widget, for pages that run no kernel."""
         bundle = super()._repr_mimebundle_(**kwargs)
-        return bundle and bundle | {"text/plain": repr(self)}
+        return bundle and bundle | {"text/plain": repr(self), "image/png": b64encode(self.to_png()).decode()}
+
+
+def _shades(cells: np.ndarray, end: tuple[int, int, int] | None) -> np.ndarray:
+    """uint8 RGB of cells: from white at 0 to ``end`` at the largest; None: blue below 0, orange above."""
+    share = np.abs(cells) / max(np.abs(cells).max(), 1e-30)
+    ends = np.where(cells[..., None] < 0, (0, 114, 178), (230, 159, 0)) if end is None else np.array(end)
+    return np.rint(255 + (ends - 255) * share[..., None]).astype(np.uint8)
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    """uint8 [height, width, 3] as a PNG file: signature, header, one compressed chunk, end."""
+    height, width, _ = pixels.shape
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each row begins with its filter: 0, none
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows.tobytes())) + chunk(b"IEND", b"")
