@@ -55,8 +55,8 @@ def _cost_model() -> list[str]:
             "Device time of a step = weights / bandwidth ⊕ 2 FLOP a parameter and token / rate, + K and V of the "
             "context / bandwidth ⊕ attention FLOP / rate, + a fixed time a layer; a ⊕ b = √(a² + b²). Host time, "
             "beside it: a step, a request, and for a step with prompt tokens the launch of each layer's kernels. "
-            "`calibrate(recorded_rows())` fits the constants to data/results/h200 (engine.json, and one figure of "
-            "serve.json):"
+            "`calibrate(recorded_rows())` fits the constants to data/results/h200/calibration.json, of the run in "
+            "which the trace was recorded:"
         ),
         "",
         f"- {device.bytes_per_second / 1e12:.2f} TB/s, {device.flops_per_second / 1e12:.0f} TFLOP/s, "

@@ -67,9 +67,8 @@ class DeviceCalibration:
 
 
 def recorded_rows() -> list[Row]:
-    """The recorded H200 results that ship, for :func:`calibrate`."""
-    files = (data_path(f"results/h200/{name}.json") for name in ("engine", "serve"))
-    return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+    """H200 results for :func:`calibrate`, of the run in which the trace that ships was recorded."""
+    return json.loads(data_path("results/h200/calibration.json").read_text(encoding="utf-8"))["rows"]
 
 
 def calibrate(rows: Iterable[Row], device: str | GPU = "h200") -> DeviceCalibration:

@@ -45,7 +45,8 @@ def test_same_logits_as_transformers(case, setting):
     with LLM(model, **({"max_model_len": 64, "num_gpu_blocks_override": 64} | SETTINGS[setting])) as llm:
         assert llm.attention_backend == "triton"
         captures = "enforce_eager" not in SETTINGS[setting] and model.config.model_type != "gpt_oss"
-        assert (llm._built.executor.graphs is not None) == captures  # gpt_oss: its experts copy from the host
+        executor: Any = llm.engine.executor
+        assert (executor.graphs is not None) == captures  # gpt_oss: its experts copy from the host
         llm.engine.scheduler.preemption_cost = PreemptionCost()  # always swap if there is room
         assert_same_logits(run_forced(llm, sequences, NUM_PROMPT_TOKENS), expected)
         assert (llm.stats.num_swaps > 0) == ("swap" in setting)

@@ -112,7 +112,7 @@ class Faults:
         self.rng = rng
         self.hit: Counter[str] = Counter()
         self.num_failures = 0
-        executor = llm.engine.executor
+        executor: Any = llm.engine.executor
         self._submit = executor.submit
         monkeypatch.setattr(executor, "submit", self.submit)
         monkeypatch.setattr(llm.model, "forward", self.failing(llm.model.forward))
