@@ -163,7 +163,7 @@ KV_FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8"},
     "int8": {"kv_cache_dtype": "int8"},
     "int4": {"kv_cache_dtype": "int4", "block_size": 32},
-    "int8, dequantised before attention": {"kv_cache_dtype": "int8", "attention_backend": "torch"},
+    "int8, dequantised before attention": {"kv_cache_dtype": "int8", "attention_backend": "unfused"},
 }
 """Options of :class:`LLM` for each format; the last is the unfused way, which reads and writes a 16-bit copy."""
 
