@@ -82,7 +82,7 @@ class KVPlanner(widgets.VBox):
             f'<td style="text-align:left">{escape(value)}</td></tr>'
             for label, value in [*plan.rows(), *lines]
         )
-        return f'{self._bar(plan, needed)}<table role="status">{table}</table>'
+        return f'{self._bar(plan, needed)}<table role="status" style="line-height:1.5">{table}</table>'
 
     def _bar(self, plan: CapacityPlan, needed: int) -> str:
         """One bar as wide as the GPU's memory: weights, this batch, the rest of the pool, what is left alone."""

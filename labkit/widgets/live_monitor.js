@@ -89,7 +89,7 @@ function render({ model, el }) {
   root.append(head);
   const bars = model.get("bars").map((bar) => new Bar(bar, root));
   const canvas = element("canvas", "labkit-monitor-history", { role: "img" });
-  root.append(canvas, spoken);
+  root.append(element("div", "labkit-monitor-title", { textContent: "KV pool over the last minute of running" }), canvas, spoken);
   el.append(root);
   button.addEventListener("click", () => model.send("stop"));
   root.addEventListener("keydown", (event) => event.stopPropagation()); // else the notebook takes Space and Enter
@@ -100,7 +100,8 @@ function render({ model, el }) {
     if (!status.state) return;
     text.textContent = headline(status);
     button.disabled = !status.stoppable;
-    bars[0].show(sizes, ` (${model.get("device")})`);
+    const device = model.get("device");
+    bars[0].show(sizes, ` (${device === "cpu" ? "this machine's RAM" : device})`);
     bars[1].show(sizes);
     const history = model.get("history");
     drawHistory(canvas, new DataView(history.buffer, history.byteOffset, history.byteLength));

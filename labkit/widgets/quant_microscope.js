@@ -29,12 +29,12 @@ function render({ model, el }) {
   let [token, channel] = [0, 0]; // of the cell that was pointed at last
   const canvases = PANELS.map(([name, label]) => {
     const figure = document.createElement("figure");
-    figure.style.margin = "0";
+    figure.style.cssText = "margin:0;flex:1 1 260px;max-width:420px"; // three in a row, or fewer in a narrow window
     const caption = document.createElement("figcaption");
     const canvas = document.createElement("canvas");
     canvas.setAttribute("role", "img");
     canvas.tabIndex = 0;
-    canvas.style.cssText = "display:block;box-sizing:border-box;border:1px solid var(--jp-border-color2);image-rendering:pixelated;max-width:100%";
+    canvas.style.cssText = "display:block;box-sizing:border-box;border:1px solid var(--jp-border-color2);image-rendering:pixelated;width:100%";
     canvas.addEventListener("mousemove", (event) => pointAt(...cellUnder(event, canvas)));
     canvas.addEventListener("mouseleave", summarise);
     canvas.addEventListener("focus", () => pointAt(token, channel));

@@ -11,21 +11,27 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Page
+from PIL import Image
+from playwright.sync_api import Locator, Page
 
 NO_POPUPS = {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True}
 
 
 @contextmanager
-def jupyterlab(root: Path, private: Path) -> Iterator[str]:
-    """Run JupyterLab on the folder `root`; yields its address. Settings, trust and caches live in `private` only."""
-    command = [sys.executable, "-m", "jupyterlab", "--allow-root", f"--ServerApp.root_dir={root}"]
+def jupyterlab(root: Path, private: Path, program: str = "jupyterlab") -> Iterator[str]:
+    """Run JupyterLab on the folder `root`; yields its address. Settings, trust and caches live in `private` only.
+
+    `program` "notebook" is Notebook 7: pages of one document each, made of JupyterLab's parts.
+    """
+    command = [sys.executable, "-m", program, "--allow-root", f"--ServerApp.root_dir={root}"]
     port = free_port()
     with serving([*command, *server_options(port)], port, root, private) as address:
         yield address
@@ -106,10 +112,11 @@ class NotebookPage:
 
     page: Page
     address: str
+    path: str = "lab/tree"  # "notebooks" in Notebook 7
 
     def open(self, name: str, timeout: float = 60) -> None:
         """Show the notebook `name` (a path under the server's folder) and wait for its kernel to be idle."""
-        self.page.goto(f"{self.address}/lab/tree/{name}?reset")
+        self.page.goto(f"{self.address}/{self.path}/{name}?reset")
         self.page.wait_for_function(
             "() => window.jupyterapp?.shell.currentWidget?.context?.isReady", timeout=timeout * 1000
         )
@@ -132,6 +139,19 @@ class NotebookPage:
         self.wait_idle(timeout)
         if errors := self.cell_errors():
             raise AssertionError("cells failed:\n" + "\n".join(errors))
+
+    def cell(self, index: int) -> Locator:
+        """The cell of that number, from 0, with its output."""
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
+
+    def rewrite_and_run(self, index: int, source: str) -> None:
+        """Replace the text of a cell and press Control+Enter, as a reader does."""
+        editor = self.cell(index).locator(".cm-content")
+        editor.scroll_into_view_if_needed()
+        editor.click()
+        self.page.keyboard.press("Control+A")
+        self.page.keyboard.insert_text(source)
+        self.page.keyboard.press("Control+Enter")
 
     def run_command(self, command: str) -> None:
         """Execute a JupyterLab command, for example 'docmanager:save' or 'kernelmenu:shutdown'."""
@@ -178,6 +198,13 @@ class NotebookPage:
                 return counts;
             }"""
         )
+
+    def shown_colours(self, shown: Locator) -> Counter[str]:
+        """How many pixels of what is on the screen there have each colour '#rrggbb': also for what is no canvas."""
+        shown.scroll_into_view_if_needed()
+        image = Image.open(BytesIO(shown.screenshot(animations="disabled"))).convert("RGB")
+        colours = image.getcolors(image.width * image.height) or []
+        return Counter({"#" + bytes(colour).hex(): count for count, colour in colours})
 
     def screenshot(self, path: Path) -> Path:
         """Write a PNG of the window."""
