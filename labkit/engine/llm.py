@@ -30,7 +30,7 @@ from .options import EngineOptions
 from .outputs import RequestOutput
 from .prompts import Prompt, PromptLike, PromptReader
 from .random_draws import draw_key
-from .tensor_parallel import ShardedEngine, build_sharded_engine, resolve_sharded
+from .tensor_parallel import ShardedEngine, become_rank, build_sharded_engine, resolve_sharded
 
 
 class LLM:
@@ -113,6 +113,7 @@ class LLM:
             self.model, self._tokenizer = resolve_model(*chosen)
             self._built = build_engine(self.model, options)
         else:
+            become_rank()
             self.model, self._tokenizer, source = resolve_sharded(*chosen, options)
             self._built = build_sharded_engine(self.model, source, options)
         self.engine: Engine = self._built.engine

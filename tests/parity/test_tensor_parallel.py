@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +113,53 @@ def test_sampling_prefix_cache_and_forks_on_two_ranks(llama):
     with LLM(TINY["llama"](), **OPTIONS) as alone:
         expected = run(alone)
     assert run(llama) == expected
+
+
+def test_steps_that_begin_before_the_last_one_is_known(llama, monkeypatch):
+    params = [SamplingParams(temperature=1, seed=n, max_tokens=4 + n, ignore_eos=True) for n in range(6)]
+    prompts = [[3, 4, 11] * (n + 1) for n in range(6)]
+    expected = llama.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(llama.engine.executor, "depth", 2)  # as on a GPU: ranks find the newest tokens on their device
+    got = llama.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in expected]
+
+
+SCRIPT = """
+import os, sys, time
+sys.path.insert(0, os.getcwd())
+from labkit import LLM, SamplingParams
+from tests.parity.tiny_models import TINY
+with LLM(TINY["llama"](), tensor_parallel_size=2, num_gpu_blocks_override=64, max_num_seqs=4) as llm:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    print(llm.generate([[5, 6, 7, 8, 9]], params, use_tqdm=False)[0].outputs[0].token_ids, flush=True)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        time.sleep(60)
+print("after close")
+"""
+"""Without a main guard, which multiprocessing would need."""
+
+
+def test_ranks_end_when_the_front_is_killed(no_leftovers):
+    front = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    assert front.stdout is not None and front.stdout.readline().startswith("[")
+    ranks = psutil.Process(front.pid).children(recursive=True)
+    assert len(ranks) == 3
+    front.kill()
+    front.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    for process in alive:
+        process.kill()
+    assert alive == []
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_and_the_script_goes_on_once(llama, tmp_path, no_leftovers):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(answer(llama)), "after close"]
 
 
 @pytest.mark.parametrize(("name", "size", "num_ranks_of_a_head"), [("qwen3", 2, 1), ("gemma2", 2, 1), ("llama", 4, 2)])

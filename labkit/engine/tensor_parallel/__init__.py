@@ -11,7 +11,13 @@ sees the rank's end of the connection close, kills the rest and raises. Weights 
 """
 
 from .build import ShardedEngine, build_sharded_engine
-from .checks import require_shardable
 from .source import WeightsSource, resolve_sharded
+from .torchrun import become_rank
 
-__all__ = ["ShardedEngine", "WeightsSource", "build_sharded_engine", "require_shardable", "resolve_sharded"]
+__all__ = [
+    "ShardedEngine",
+    "WeightsSource",
+    "become_rank",
+    "build_sharded_engine",
+    "resolve_sharded",
+]

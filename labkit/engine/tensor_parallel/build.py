@@ -50,8 +50,9 @@ def build_sharded_engine(model: PreTrainedModel, source: WeightsSource, options:
         try:
             ranks = Ranks(size, source.device_type)
             for rank in range(size):
-                ranks.send(rank, Setup(rank, rank, size, ranks.init_method, source, options))
+                ranks.send(rank, Setup(rank, size, ranks.init_method, source, options))
             ready: list[Ready] = ranks.receive_all()
+            ranks.forget_rendezvous()
             first = ready[0]
             scheduler = make_scheduler(options, first.memory, first.spec)
             executor = RanksExecutor(ranks, depth=2 if source.device_type == "cuda" else 1)

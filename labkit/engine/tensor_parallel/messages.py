@@ -21,7 +21,6 @@ class Setup:
     """To each rank, first. ``init_method`` is where torch.distributed's processes find each other."""
 
     rank: int
-    local_rank: int
     size: int
     init_method: str
     source: WeightsSource
@@ -30,7 +29,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From each rank, when it can run steps. ``kv_bytes`` is what its pages really take."""
+    """From each rank, when it can run steps. ``kv_bytes`` is what its pages really take.
+
+    ``fusion`` is "fused", "off", or why layers are not fused; ``has_graphs`` whether decode steps are CUDA graphs.
+    """
 
     memory: MemoryPlan
     spec: KVCacheSpec
@@ -39,6 +41,7 @@ class Ready:
     model_name: str
     dtype: str
     fusion: str
+    has_graphs: bool
 
 
 @dataclass(frozen=True, slots=True)

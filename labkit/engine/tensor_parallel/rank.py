@@ -18,6 +18,7 @@ from .messages import Close, Collect, Failed, Ready, Reset, Result, Setup, Submi
 from .plan_codec import PlanDecoder
 from .shard_group import ShardGroup
 from .sharded_model import load_shard
+from .torchrun import is_torchrun
 
 
 def run_rank(connection: Connection) -> int:
@@ -38,6 +39,7 @@ def run_rank(connection: Connection) -> int:
                 model_name=model.config.name_or_path or type(model).__name__,
                 dtype=str(model.dtype).removeprefix("torch."),
                 fusion="off" if fused is None else fused.report.reason or "fused",
+                has_graphs=built.executor.graphs is not None,
             )
         )
         _serve(connection, inbox, built, setup.rank)
@@ -70,10 +72,11 @@ def _receive_in_background(connection: Connection) -> queue.SimpleQueue:
 
 def _join(setup: Setup) -> torch.device:
     """Take this rank's device and join the others."""
-    # What transformers asks the environment, as under torchrun.
-    os.environ.update(RANK=str(setup.rank), LOCAL_RANK=str(setup.local_rank), WORLD_SIZE=str(setup.size))
+    if not is_torchrun():
+        # What transformers asks the environment.
+        os.environ.update(RANK=str(setup.rank), LOCAL_RANK=str(setup.rank), WORLD_SIZE=str(setup.size))
     if setup.source.device_type == "cuda":
-        device = torch.device("cuda", setup.local_rank)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")

@@ -18,6 +18,7 @@ from typing import Any
 from labkit.core import ExecutorLost
 
 from .messages import Close, Failed
+from .torchrun import accept_ranks, is_torchrun
 
 _SECONDS_TO_CLOSE = 10
 
@@ -29,10 +30,11 @@ class Ranks:
     """
 
     def __init__(self, size: int, device_type: str) -> None:
-        """Starts the processes; they wait for their :class:`Setup`."""
+        """Starts the processes, or under torchrun the first of them; they wait for their :class:`Setup`."""
         self._folder = Path(tempfile.mkdtemp(prefix="labkit-ranks-"))
-        self.init_method = f"file://{self._folder / 'rendezvous'}"  # no port to be taken or left open
-        pairs = [Pipe() for _ in range(size)]
+        # On one host a file: no port to be taken or left open.
+        self.init_method = "env://" if is_torchrun() else f"file://{self._folder / 'rendezvous'}"
+        pairs = [Pipe() for _ in range(1 if is_torchrun() else size)]
         self.connections: list[Connection] = [ours for ours, _ in pairs]
         theirs = [other.fileno() for _, other in pairs]
         # Its own session: Ctrl-C stays with the front, and one signal reaches whatever is left of the group.
@@ -45,6 +47,8 @@ class Ranks:
         )
         for _, other in pairs:
             other.close()
+        if is_torchrun():
+            self.connections += accept_ranks(size)
 
     def broadcast(self, message: Any) -> None:
         """Send to every rank."""
@@ -90,6 +94,10 @@ class Ranks:
             if isinstance(message, Failed):
                 raise self._lost(sender, message)
 
+    def forget_rendezvous(self) -> None:
+        """Remove the file by which the ranks found each other: not needed once they have joined."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def close(self) -> None:
         """End the ranks, by force after a few seconds. Safe to call twice."""
         for connection in self.connections:
@@ -108,7 +116,7 @@ class Ranks:
         for connection in self.connections:
             connection.close()
         self.connections.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.forget_rendezvous()
 
     def _read(self, rank: int) -> Any:
         try:

@@ -18,6 +18,7 @@ from labkit.models.random_weights import config_of_shape
 
 from ..options import EngineOptions
 from .checks import require_devices, require_shardable, require_supported_options
+from .torchrun import is_on_one_host, is_torchrun, require_world
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def resolve_sharded(
     size = options.tensor_parallel_size
     require_supported_options(options.swap_space, quantization)
     chosen = resolve_device(device)
-    require_devices(chosen, size)
+    require_devices(chosen, require_world(size) if is_torchrun() else size)
     config = _config_of(model)
     require_supported(config)
     outline = _without_weights(config, trust_remote_code)
@@ -113,6 +114,11 @@ def _without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> PreTr
 
 
 def _temporary_folder() -> Path:
+    if not is_on_one_host():
+        raise ValueError(
+            "with ranks on several hosts, model must be a hub name or a folder that all of them see, with as many KV "
+            "heads as ranks or a multiple"
+        )
     return Path(tempfile.mkdtemp(prefix="labkit-ranks-"))
 
 
