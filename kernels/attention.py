@@ -15,6 +15,7 @@ from .pages import KVPages, QuantisedKVPages, check_attention_inputs
 from .prefill import prefill_kernel
 from .tuning import DecodeTile, PrefillTile, decode_programs, decode_tile, prefill_tile, quantised_decode_tile
 
+FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 SCALE_AXES = ("scale_block", "scale_head", "scale_slot")
 
 
@@ -128,7 +129,7 @@ def decode_tile_for(
     """The tile of the decode kernel. Raises ValueError for float8 pages on a GPU without float8 (before sm_89)."""
     if isinstance(kv, KVPages):
         return decode_tile(capability, group, head_dim, pairs_per_sm, element_size)
-    if capability < 89 and torch.float8_e4m3fn in (kv.k.codes.dtype, kv.v.codes.dtype):
+    if capability < 89 and FLOAT8 & {kv.k.codes.dtype, kv.v.codes.dtype}:
         raise ValueError(f"kv holds float8, which compute capability {capability / 10} lacks (8.9 or newer): use int8")
     tile = quantised_decode_tile(capability, is_int4(kv.k, kv.head_dim_k), group, head_dim)
     if scale_kind(kv.k) == "channel":  # a tile then lies in one block and has one row of scales

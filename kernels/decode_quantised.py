@@ -77,7 +77,7 @@ def shown_scores(
 
 @triton.jit
 def add_tile(
-    acc, acc_high, m, l, zero, scores, v, v_row, scale_at, dv,
+    acc, acc_high, m, l, zero, scores, v, v_block, v_row, scale_at, dv,
     HEAD_DIM_V: tl.constexpr, CHANNELS: tl.constexpr, INT4: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,7 @@ def add_tile(
     p = p.to(DTYPE)
     HALF: tl.constexpr = HEAD_DIM_V // 2
     ok = dv < (HALF if INT4 else HEAD_DIM_V)
-    codes = tl.load(v.codes + v_row[:, None] + dv[None, :], mask=ok[None, :], other=0.0)
+    codes = tl.load(v_block + (v_row[:, None] + dv[None, :]), mask=ok[None, :], other=0.0)
     if INT4:
         low, high = unpack_int4(codes, DTYPE, False)
         if SCALE == "group":
@@ -147,7 +147,7 @@ def attend_quantised(
         q_high = tl.load(q_row[None, :] + HALF_K + dk[:, None], mask=q_ok, other=0.0).to(K_TYPE)
 
     k_codes = k.codes + head.to(tl.int64) * k.head
-    v_first = head.to(tl.int64) * v.head
+    v_codes = v.codes + head.to(tl.int64) * v.head
     k_scales = head * k.scale_head if k.scales is not None else 0
     v_scales = head * v.scale_head if v.scales is not None else 0
     constant = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -185,9 +185,14 @@ def attend_quantised(
         else:
             block = tl.load(table_row + at // BLOCK_SIZE).to(tl.int64)
         slot = at % BLOCK_SIZE
-        k_row = block * k.block + slot * k.slot
-        v_row = v_first + (k_row if SAME_STRIDES else block * v.block + slot * v.slot)  # saves registers
-        codes = tl.load(k_codes + k_row[:, None] + dk[None, :], mask=k_ok, other=0.0)
+        k_row = slot * k.slot  # 32 bits within a block, 64 bits to the block
+        v_row = k_row if SAME_STRIDES else slot * v.slot
+        k_block = k_codes + block * k.block
+        v_block = v_codes + block * (k.block if SAME_STRIDES else v.block)
+        if not ONE_BLOCK:
+            k_block = k_block[:, None]
+            v_block = v_block[:, None]
+        codes = tl.load(k_block + (k_row[:, None] + dk[None, :]), mask=k_ok, other=0.0)
         if K_INT4:
             low, high = unpack_int4(codes, K_TYPE)
         else:
@@ -221,7 +226,7 @@ def attend_quantised(
             raw, pos, visible, row_pos, window, inner_scale, score_scale, MULTI_QUERY, SOFTCAP, WINDOWED
         )
         acc, acc_high, m, l, zero = add_tile(
-            acc, acc_high, m, l, zero, scores, v, v_row, v_scale_at, dv,
+            acc, acc_high, m, l, zero, scores, v, v_block, v_row, v_scale_at, dv,
             HEAD_DIM_V, V_CHANNELS, V_INT4, V_SCALE, V_TYPE, PRECISION,
         )  # fmt: skip
 
@@ -246,7 +251,7 @@ def attend_quantised(
             if v.scales is not None:
                 v_scale_at = v_scales + block * v.scale_block + slot * v.scale_slot
             acc, acc_high, m, l, zero = add_tile(
-                acc, acc_high, m, l, zero, scores, v, v_first + block * v.block + slot * v.slot, v_scale_at, dv,
+                acc, acc_high, m, l, zero, scores, v, v_codes + block * v.block, slot * v.slot, v_scale_at, dv,
                 HEAD_DIM_V, V_CHANNELS, V_INT4, V_SCALE, V_TYPE, PRECISION,
             )  # fmt: skip
 
