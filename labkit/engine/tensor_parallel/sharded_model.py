@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from labkit.models import random_model
@@ -35,7 +35,7 @@ def load_shard(source: WeightsSource, size: int, device: torch.device) -> PreTra
     if size > 1:
         with torch.no_grad():
             _cut(model, size, device)
-    model = model.to(device).eval()  # what is not cut
+    model = model.to(device).eval()  # type: ignore[arg-type]  # what is not cut
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return model

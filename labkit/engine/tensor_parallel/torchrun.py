@@ -61,6 +61,8 @@ def accept_ranks(size: int) -> list[Connection]:
     return [connections[rank] for rank in range(1, size)]
 
 
-def _store() -> dist.TCPStore:
+def _store() -> dist.Store:
     """The key-value store that torchrun keeps for its processes."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
