@@ -6,26 +6,21 @@ One block is a *cell* of three 32-bit words, little endian:
     word 1    logical index in that request's block table
     word 2    bits 0-15 tokens written, 16-29 ref_cnt, 30 in flight (a swap), 31 findable in the prefix cache
 
-A whole trace is sent once, as the cells that each step changed: see :func:`encode_trace`.
+A cell names the request that has held its block longest; who else holds a shared block is said apart, in ``sharers``.
+A whole trace is sent once, as the cells that each step changed: see :mod:`labkit.widgets.block_recording`.
 """
 
 from __future__ import annotations
 
-import zlib
-from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from labkit.observe import BlockTableState, StepRecord, Trace
+from labkit.observe import BlockTableState, StepRecord
 
 MAX_TOKENS_PER_BLOCK = 0xFFFF
 MAX_REF_CNT = 0x3FFF
-MAX_CHANGES = 4_000_000
-"""Changed cells that a player holds: 64 MB in the browser."""
-
 Cells = npt.NDArray[np.uint32]
 """[num_blocks, 3] words."""
 
@@ -59,22 +54,38 @@ class PoolSplit:
 
 
 class CellState:
-    """A pool followed record by record, as cells."""
+    """A pool followed record by record, as cells.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Begin with an empty pool. Raises ValueError for a block size that a cell cannot hold."""
+    Attributes:
+        cells: of all blocks.
+        sharers: numbers of the requests that hold a block, for blocks that several hold.
+        request_ids: by number, from 1.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, request_ids: list[str] | None = None) -> None:
+        """Begin with an empty pool, and with numbers that requests have already.
+
+        Raises ValueError for a block size that a cell cannot hold.
+        """
         if not 1 <= block_size <= MAX_TOKENS_PER_BLOCK:
             raise ValueError(f"block_size must be 1 to {MAX_TOKENS_PER_BLOCK} to be drawn, got {block_size}")
         self.table = BlockTableState(num_blocks, block_size)
         self.cells: Cells = np.zeros((num_blocks, 3), "<u4")
-        self.request_ids: list[str] = []
-        self._numbers: dict[str, int] = {}
+        self.sharers: dict[int, frozenset[int]] = {}
+        self.request_ids: list[str] = list(request_ids or ())
+        self._numbers = {request_id: number for number, request_id in enumerate(self.request_ids, 1)}
 
     def apply(self, record: StepRecord) -> set[int]:
         """Take in a step; returns the ids of the blocks that it changed."""
         changed = self.table.apply(record)
         if changed:
             self.cells[list(changed)] = [self._cell(block_id) for block_id in changed]
+        for block_id in changed:
+            holders = self.table.holders(block_id)
+            if len(holders) > 1:
+                self.sharers[block_id] = frozenset(map(self._number, holders))
+            else:
+                self.sharers.pop(block_id, None)
         return changed
 
     def split(self) -> PoolSplit:
@@ -104,68 +115,3 @@ class CellState:
             self.request_ids.append(request_id)
             number = self._numbers[request_id] = len(self.request_ids)
         return number
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedTrace:
-    """A trace for the browser, and the picture of its fullest moment for where there is no browser.
-
-    Attributes:
-        changes: zlib of four columns of uint32, one row a changed cell: block id, then the cell's three words.
-        steps: zlib of six columns of uint32, one row a shown step: rows of ``changes`` up to its end, number of the
-            step from 1, milliseconds since the start, running and waiting requests, referenced blocks.
-    """
-
-    changes: bytes
-    steps: bytes
-    request_ids: list[str]
-    fullest_step: int
-    fullest_cells: Cells
-    fullest_split: PoolSplit
-
-
-def encode_trace(trace: Trace, every: int = 1) -> EncodedTrace:
-    """Encode every ``every``-th step of a trace, and its last.
-
-    Raises ValueError if ``every`` < 1, the trace is empty or has more changes than ``MAX_CHANGES``.
-    """
-    if every < 1:
-        raise ValueError(f"every must be >= 1, got {every}")
-    if not len(trace):
-        raise ValueError("the trace has no steps to show: generate something first")
-    state = CellState(trace.num_blocks, trace.block_size)
-    changes = tuple(array("I") for _ in range(4))
-    steps = tuple(array("I") for _ in range(6))
-    start = trace.steps[0].start
-    changed: set[int] = set()
-    fullest = 0, state.cells.copy(), state.split()
-    for number, record in enumerate(trace, 1):
-        changed |= state.apply(record)
-        if number % every and number != len(trace):
-            continue
-        _append_changes(changes, changed, state.cells)
-        changed = set()
-        if len(changes[0]) > MAX_CHANGES:
-            raise ValueError(
-                f"the first {number} of {len(trace)} steps change more than {MAX_CHANGES} blocks, too many to send: "
-                f"raise every (now {every}) to show fewer steps"
-            )
-        split = state.split()
-        milliseconds = max(0, round((record.end - start) * 1000))
-        row = len(changes[0]), number, milliseconds, record.num_running, record.num_waiting, split.num_referenced_blocks
-        for column, value in zip(steps, row, strict=True):
-            column.append(value)
-        if split.num_referenced_blocks > fullest[2].num_referenced_blocks:
-            fullest = number, state.cells.copy(), split
-    return EncodedTrace(_packed(changes), _packed(steps), state.request_ids, *fullest)
-
-
-def _append_changes(columns: tuple[array[int], ...], changed: Iterable[int], cells: Cells) -> None:
-    block_ids = sorted(changed)
-    columns[0].extend(block_ids)
-    for column, words in zip(columns[1:], cells[block_ids].T, strict=True):
-        column.extend(words.tolist())
-
-
-def _packed(columns: tuple[array[int], ...]) -> bytes:
-    return zlib.compress(np.array(columns, "<u4").tobytes(), level=4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .block_cells import MAX_REF_CNT, Cells, PoolSplit
 from .palette import RequestStyle
@@ -16,20 +18,40 @@ MAX_DRAWN_BLOCKS = 16_384
 _GREY = "#80808040"
 
 
-def block_svg(cells: Cells, split: PoolSplit, styles: list[RequestStyle], title: str) -> str:
-    """The pool as SVG: a bar for the split, then one square a block, coloured by request and filled by tokens."""
-    body = [_bar(split)]
-    height = 24
-    if split.num_blocks <= MAX_DRAWN_BLOCKS:
-        pitch, columns = _layout(split.num_blocks)
-        body.append(f'<g transform="translate(0 {height})">{_grid(cells, split, styles, pitch, columns)}</g>')
-        height += -(-split.num_blocks // columns) * pitch
-    caption = html.escape(f"{title}: {split}")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height + 22}" width="{WIDTH}" role="img">'
-        f"<title>{caption}</title>{''.join(body)}"
-        f'<text y="{height + 16}" font-family="sans-serif" font-size="12" fill="#808080">{caption}</text></svg>'
-    )
+@dataclass(frozen=True, slots=True)
+class StillPool:
+    """A pool at one moment. ``joins_runs``: neighbours that follow each other in a block table have no gap between."""
+
+    caption: str
+    cells: Cells
+    split: PoolSplit
+    joins_runs: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.caption}: {self.split}"
+
+
+def block_svg(pools: Sequence[StillPool], styles: list[RequestStyle]) -> str:
+    """Pools as SVG, one below the other: a bar for the split, then one square a block, filled by its tokens."""
+    body, top = [], 0
+    for pool in pools:
+        picture, height = _pool(pool, styles)
+        body.append(f'<g transform="translate(0 {top})">{picture}</g>')
+        top += height
+    title = html.escape("; ".join(map(str, pools)))
+    size = f'viewBox="0 0 {WIDTH} {top}" width="{WIDTH}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{title}</title>{"".join(body)}</svg>'
+
+
+def _pool(pool: StillPool, styles: list[RequestStyle]) -> tuple[str, int]:
+    """One pool with its caption, and its height."""
+    num_blocks, height, grid = pool.split.num_blocks, 24, ""
+    if num_blocks <= MAX_DRAWN_BLOCKS:
+        pitch, columns = _layout(num_blocks)
+        grid = f'<g transform="translate(0 {height})">{_grid(pool, styles, pitch, columns)}</g>'
+        height += -(-num_blocks // columns) * pitch
+    text = f'<text y="{height + 16}" font-family="sans-serif" font-size="12" fill="#808080">{html.escape(str(pool))}'
+    return f"{_bar(pool.split)}{grid}{text}</text>", height + 26
 
 
 def _layout(num_blocks: int) -> tuple[int, int]:
@@ -58,11 +80,12 @@ def _bar(split: PoolSplit) -> str:
     return "".join(rects)
 
 
-def _grid(cells: Cells, split: PoolSplit, styles: list[RequestStyle], pitch: int, columns: int) -> str:
+def _grid(pool: StillPool, styles: list[RequestStyle], pitch: int, columns: int) -> str:
     """One path a colour. A held block is outlined and filled from below; a cached one is pale; a free one grey."""
     side = pitch - 1 if pitch > 3 else pitch
     paths: dict[str, list[str]] = {}
-    for block_id, (request, _, word) in enumerate(cells.tolist()):
+    rows = pool.cells.tolist()
+    for block_id, (request, logical, word) in enumerate(rows):
         x, y = block_id % columns * pitch, block_id // columns * pitch
         tokens, ref_cnt = word & 0xFFFF, word >> 16 & MAX_REF_CNT
         if request == 0:
@@ -72,7 +95,9 @@ def _grid(cells: Cells, split: PoolSplit, styles: list[RequestStyle], pitch: int
         if ref_cnt == 0:
             paths.setdefault(fill + "66", []).append(f"M{x} {y}h{side}v{side}h-{side}z")
             continue
-        paths.setdefault(fill + "40", []).append(f"M{x} {y}h{side}v{side}h-{side}z")
-        height = max(1, round(side * tokens / split.block_size)) if tokens else 0
-        paths.setdefault(fill, []).append(f"M{x} {y + side - height}h{side}v{height}h-{side}z")
+        goes_on = pool.joins_runs and (block_id + 1) % columns and block_id + 1 < len(rows) and rows[block_id + 1]
+        width = pitch if goes_on and goes_on[:2] == [request, logical + 1] else side
+        paths.setdefault(fill + "40", []).append(f"M{x} {y}h{width}v{side}h-{width}z")
+        height = max(1, round(side * tokens / pool.split.block_size)) if tokens else 0
+        paths.setdefault(fill, []).append(f"M{x} {y + side - height}h{width}v{height}h-{width}z")
     return "".join(f'<path fill="{colour}" d="{"".join(squares)}"/>' for colour, squares in paths.items())

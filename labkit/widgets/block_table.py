@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -12,8 +13,10 @@ import traitlets
 
 from labkit.observe import StepRecord, Trace
 
-from .block_cells import Cells, CellState, PoolSplit, encode_trace
-from .block_svg import block_svg
+from .block_cells import CellState
+from .block_recording import EVENTS, encode_trace
+from .block_svg import StillPool, block_svg
+from .esm import joined_modules
 from .palette import request_styles
 
 MAX_FRAMES_PER_SECOND = 30
@@ -42,22 +45,27 @@ class BlockTable(anywidget.AnyWidget):
         for output in table.watch(llm.stream(prompts, params)):
             ...
 
-    Point at a block, or focus the picture and use the arrow keys, for its request, logical block, tokens and ref_cnt.
+    Point at a block, click it, or focus the picture and use the arrow keys, for its request, logical block, tokens and
+    ref_cnt. All blocks of its request are outlined; of a shared block, those of all requests that hold it. A player
+    has a menu of events to jump to. Runs of contiguous allocators are drawn without gaps.
     """
 
-    _esm = Path(__file__).with_name("block_table.js")
+    _esm = joined_modules(
+        Path(__file__).parent, "block_cells.js", "block_paint.js", "block_view.js", "block_player.js", "block_table.js"
+    )
     _css = Path(__file__).with_name("block_table.css")
 
     num_blocks = traitlets.Int().tag(sync=True)
     block_size = traitlets.Int().tag(sync=True)
     styles = traitlets.List().tag(sync=True)
     request_ids = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    # A live table: the cells now, and [number of the step, running, waiting].
+    # A live table: the cells now, pairs (block, request) for shared blocks, [number of the step, running, waiting].
     cells = traitlets.Bytes(b"").tag(sync=True)
+    sharers = traitlets.Bytes(b"").tag(sync=True)
     status = traitlets.List(traitlets.Int()).tag(sync=True)
-    # A player: see EncodedTrace.
-    changes = traitlets.Bytes(b"").tag(sync=True)
-    steps = traitlets.Bytes(b"").tag(sync=True)
+    # A player: for each trace {title, num_blocks, block_size, is_arena, changes, sharing, steps}, see EncodedTrace.
+    tracks = traitlets.List(traitlets.Dict()).tag(sync=True)
+    events = traitlets.List(traitlets.Unicode(), list(EVENTS)).tag(sync=True)
 
     def __init__(self, num_blocks: int, block_size: int, **traits: Any) -> None:
         """An empty pool, to be fed with :meth:`apply`. Raises ValueError unless both numbers are >= 1."""
@@ -67,7 +75,7 @@ class BlockTable(anywidget.AnyWidget):
         self._num_applied = 0
         self._last_record: StepRecord | None = None
         self._last_push = float("-inf")
-        self._fullest: tuple[str, Cells, PoolSplit] | None = None  # of a player: its still picture
+        self._stills: list[StillPool] = []  # of a player
         traits.setdefault("cells", self._state.cells.tobytes())
         traits.setdefault("status", [0, 0, 0])
         super().__init__(num_blocks=num_blocks, block_size=block_size, styles=request_styles(), **traits)
@@ -78,17 +86,40 @@ class BlockTable(anywidget.AnyWidget):
 
         Raises ValueError if the trace is empty, ``every`` < 1, or too much would have to be sent.
         """
-        encoded = encode_trace(trace, every)
-        table = cls(
-            trace.num_blocks,
-            trace.block_size,
-            request_ids=encoded.request_ids,
-            cells=b"",
-            changes=encoded.changes,
-            steps=encoded.steps,
-        )
-        caption = f"step {encoded.fullest_step} of {len(trace)}, the fullest"
-        table._fullest = caption, encoded.fullest_cells, encoded.fullest_split
+        return cls._player({"": trace}, every)
+
+    @classmethod
+    def compare(cls, traces: Mapping[str, Trace], every: int = 1) -> BlockTable:
+        """Players for several traces, by title, side by side on one clock: seconds since the first step of each.
+
+        A request that is in several has one colour. Raises ValueError as :meth:`from_trace`, and if there is no trace.
+        """
+        if not traces:
+            raise ValueError("traces must hold at least one trace, got none")
+        return cls._player(traces, every)
+
+    @classmethod
+    def _player(cls, traces: Mapping[str, Trace], every: int) -> BlockTable:
+        tracks, stills, request_ids = [], [], []
+        for title, trace in traces.items():
+            encoded = encode_trace(trace, every, request_ids)
+            request_ids = encoded.request_ids
+            tracks.append(
+                {
+                    "title": title,
+                    "num_blocks": trace.num_blocks,
+                    "block_size": trace.block_size,
+                    "is_arena": encoded.is_arena,
+                    "changes": encoded.changes,
+                    "sharing": encoded.sharing,
+                    "steps": encoded.steps,
+                }
+            )
+            caption = f"{title and title + ', '}step {encoded.fullest_step} of {len(trace)}, the fullest"
+            stills.append(StillPool(caption, encoded.fullest_cells, encoded.fullest_split, encoded.is_arena))
+        first = next(iter(traces.values()))
+        table = cls(first.num_blocks, first.block_size, request_ids=request_ids, cells=b"", tracks=tracks)
+        table._stills = stills
         return table
 
     @classmethod
@@ -150,6 +181,8 @@ class BlockTable(anywidget.AnyWidget):
         self._last_push = time.monotonic()
         with self.hold_sync():  # one message a frame
             self.cells = self._state.cells.tobytes()
+            pairs = [(block, request) for block, requests in self._state.sharers.items() for request in requests]
+            self.sharers = b"".join(struct.pack("<II", *pair) for pair in pairs)
             self.status = [self._num_applied, record.num_running, record.num_waiting]
             if len(self.request_ids) != len(self._state.request_ids):
                 self.request_ids = list(self._state.request_ids)
@@ -158,16 +191,17 @@ class BlockTable(anywidget.AnyWidget):
 
     def to_svg(self) -> str:
         """A still picture: of a live table now, of a player at the fullest step."""
-        caption, cells, split = self._still()
-        return block_svg(cells, split, self.styles, caption)
+        return block_svg(self._shown(), self.styles)
 
     def __repr__(self) -> str:
-        caption, _, split = self._still()
-        return f"BlockTable({self.num_blocks} blocks of {self.block_size} tokens; {caption}: {split})"
+        pools = "; ".join(
+            f"{pool.split.num_blocks} blocks of {pool.split.block_size} tokens; {pool}" for pool in self._shown()
+        )
+        return f"BlockTable({pools})"
 
-    def _still(self) -> tuple[str, Cells, PoolSplit]:
+    def _shown(self) -> list[StillPool]:
         caption = f"step {self._num_applied}" if self._num_applied else "before the first step"
-        return self._fullest or (caption, self._state.cells, self._state.split())
+        return self._stills or [StillPool(caption, self._state.cells, self._state.split())]
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
         bundle = super()._repr_mimebundle_(**kwargs)

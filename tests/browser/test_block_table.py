@@ -146,7 +146,7 @@ def test_a_block_tells_what_it_holds(notebook: NotebookPage, lab_folder: Path) -
     expect(tip).to_be_hidden()
     canvas.press("ArrowRight")
     expect(tip).to_have_text(
-        "block 0 · request a · logical block 0 · 16 of 16 tokens · ref_cnt 2 · in the prefix cache"
+        "block 0 · request a · logical block 0 · 16 of 16 tokens · ref_cnt 2 · shared with b · in the prefix cache"
     )
     for _ in range(4):
         canvas.press("ArrowRight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from xml.etree import ElementTree
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from labkit.core import Engine
-from labkit.memory import KVCacheManager
+from labkit.memory import ContiguousKVManager, KVCacheManager, reserve_max
 from labkit.observe import (
     BlocksAllocated,
     BlocksFreed,
@@ -21,7 +22,7 @@ from labkit.observe import (
 )
 from labkit.scheduling import Request, SamplingParams, Scheduler, SchedulerConfig
 from labkit.simulation import SimulatedExecutor
-from labkit.widgets import BlockTable, block_cells
+from labkit.widgets import BlockTable, block_recording
 from labkit.widgets.block_cells import CellState
 from labkit.widgets.palette import OKABE_ITO, request_styles
 
@@ -88,7 +89,7 @@ def test_a_player_gets_the_cells_of_every_shown_step(every: int):
     trace = finished().trace
     assert trace is not None
     table = BlockTable.from_trace(trace, every)
-    changes, steps = columns(table.changes, 4), columns(table.steps, 6)
+    changes, steps = columns(table.tracks[0]["changes"], 4), columns(table.tracks[0]["steps"], 7)
     shown = [n for n in range(1, len(trace) + 1) if n % every == 0 or n == len(trace)]
     assert list(steps[1]) == shown
 
@@ -97,7 +98,7 @@ def test_a_player_gets_the_cells_of_every_shown_step(every: int):
         state.apply(record)
         if number not in shown:
             continue
-        end, _, milliseconds, running, waiting, referenced = steps[:, shown.index(number)]
+        end, _, milliseconds, running, waiting, referenced, _ = steps[:, shown.index(number)]
         for block_id, *words in changes[:, row:end].T:
             cells[block_id] = words
         row = end
@@ -127,7 +128,7 @@ def test_what_a_player_cannot_show_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert trace is not None
     with pytest.raises(ValueError, match="every must be >= 1, got 0"):
         BlockTable.from_trace(trace, every=0)
-    monkeypatch.setattr(block_cells, "MAX_CHANGES", 10)
+    monkeypatch.setattr(block_recording, "MAX_CHANGES", 10)
     with pytest.raises(ValueError, match=r"more than 10 .* raise every \(now 1\)"):
         BlockTable.from_trace(trace)
 
@@ -135,6 +136,81 @@ def test_what_a_player_cannot_show_is_refused(monkeypatch: pytest.MonkeyPatch):
 def test_a_block_size_that_no_cell_can_hold_is_refused():
     with pytest.raises(ValueError, match="block_size must be 1 to 65535 to be drawn, got 65536"):
         CellState(8, 65536)
+
+
+def sharers_after(table: BlockTable, position: int, at: int = 0) -> dict[int, set[str]]:
+    """Who holds the shared blocks after a shown step, from what the browser gets."""
+    sharers: dict[int, set[str]] = {}
+    for step, block, request in columns(table.tracks[at]["sharing"], 3).T.tolist():
+        if step > position:
+            break
+        name = table.request_ids[(request & 0x7FFFFFFF) - 1]
+        if request >> 31:
+            sharers[block].remove(name)
+        else:
+            sharers.setdefault(block, set()).add(name)
+    return {block: names for block, names in sharers.items() if names}
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_player_knows_who_shares_each_block(every: int):
+    trace = finished().trace
+    assert trace is not None
+    table, state, position, most = BlockTable.from_trace(trace, every), BlockTableState(32, 16), 0, 0
+    for number, record in enumerate(trace, 1):
+        state.apply(record)
+        if number % every and number != len(trace):
+            continue
+        position += 1
+        held = {block: set(state.holders(block)) for block in range(32)}
+        shared = {block: names for block, names in held.items() if len(names) > 1}
+        assert sharers_after(table, position) == shared
+        most = max(most, *map(len, shared.values()), 0)
+    assert most == 3, "those that came after the first block was computed"
+
+
+def test_a_player_knows_what_happened_in_each_step():
+    scheduler = Scheduler(SchedulerConfig(8, 64, 36, watermark=0), KVCacheManager(9, 4))
+    engine = Engine(scheduler, SimulatedExecutor(), Trace(9, 4))
+    for i in range(3):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, n=2 if i == 0 else 1)
+        engine.add_request(Request(f"r{i}", [i] * 6, params))
+    for _ in run(engine):
+        pass
+    trace = engine.trace
+    assert trace is not None
+    table = BlockTable.from_trace(trace)
+    masks = columns(table.tracks[0]["steps"], 7)[6]
+    for bit, name in enumerate(table.events):
+        kinds = block_recording.EVENTS[name]
+        happened = [any(isinstance(event, kinds) for event in record.events) for record in trace]
+        assert list((masks >> bit & 1) == 1) == happened
+        assert any(happened) == (name != "swap"), name
+
+
+def test_traces_side_by_side_give_a_request_one_colour():
+    one, other = finished(6).trace, finished(8).trace
+    table = BlockTable.compare({"six": one, "eight": other})
+    assert [track["title"] for track in table.tracks] == ["six", "eight"]
+    assert len(table.request_ids) == len(set(table.request_ids)) == 8
+    changes = columns(table.tracks[1]["changes"], 4)
+    assert changes[1].max() == 8
+    assert repr(table).count("32 blocks of 16 tokens; ") == 2 and "; six, step " in repr(table)
+    assert len(ElementTree.fromstring(table.to_svg()).findall("{*}g")) == 2
+    with pytest.raises(ValueError, match="at least one trace, got none"):
+        BlockTable.compare({})
+
+
+def test_runs_of_contiguous_allocators_are_joined():
+    scheduler = Scheduler(SchedulerConfig(8, 64, 64), ContiguousKVManager(16, 16, reserve_max(64)))
+    engine = Engine(scheduler, SimulatedExecutor(), Trace(16, 16))
+    for i in range(3):
+        engine.add_request(Request(f"r{i}", [i] * 20, SamplingParams(max_tokens=12, ignore_eos=True)))
+    for _ in run(engine):
+        pass
+    arena = BlockTable.from_trace(engine.trace)
+    assert arena.tracks[0]["is_arena"] and not BlockTable.from_trace(finished().trace).tracks[0]["is_arena"]
+    assert "M0 0h36v35h-36z" in arena.to_svg(), "the first of a run reaches to the next block"
 
 
 # ---------------------------------------------------------------------- live
@@ -152,6 +228,18 @@ def test_a_live_table_ends_with_the_last_state():
         list(cell) for cell in cells_of(state, table.request_ids)
     ]
     assert table.status == [len(engine.trace), 0, 0]
+
+
+def test_a_live_table_knows_who_shares_each_block():
+    engine = new_engine(6)
+    table = BlockTable.live(engine)
+    for _ in zip(range(5), run(engine), strict=False):
+        pass
+    table.update()
+    table.flush()
+    pairs = np.frombuffer(table.sharers, "<u4").reshape(-1, 2).tolist()
+    assert pairs and {block for block, _ in pairs} == {0}
+    assert {table.request_ids[request - 1] for _, request in pairs} <= {f"r{i}" for i in range(6)}
 
 
 def test_frames_are_at_most_thirty_a_second_and_the_last_is_never_lost(frames: Frames):
@@ -281,3 +369,10 @@ def test_styles_tell_28_requests_apart():
     styles = [(style["fill"], style["hatch"]) for style in request_styles()]
     assert len(set(styles)) == len(styles) == 28
     assert [fill for fill, _ in styles[:7]] == list(OKABE_ITO)
+
+
+def test_the_script_is_one_module():
+    script = str(BlockTable._esm)
+    assert script.count("export default") == 1 and "import " not in script
+    declared = re.findall(r"^(?:async )?(?:const|function|class) (\w+)", script, re.MULTILINE)
+    assert len(declared) == len(set(declared)), "files that are joined share one scope"
