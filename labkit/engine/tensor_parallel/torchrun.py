@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
 
 import torch.distributed as dist
 
@@ -61,7 +62,7 @@ def accept_ranks(size: int) -> list[Connection]:
     return [connections[rank] for rank in range(1, size)]
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     """The key-value store that torchrun keeps for its processes."""
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
