@@ -60,14 +60,15 @@ function render({ model, el }) {
         context.fillStyle = `rgb(${r},${g},${b})`;
         context.fillRect((i % channels) * CELL, Math.floor(i / channels) * CELL, CELL, CELL);
       });
-      caption.textContent = `${label}: ${tokens} tokens down, ${channels} channels across; largest ${largest.toPrecision(3)}`;
-      canvas.setAttribute("aria-label", caption.textContent);
+      caption.textContent = `${label}, largest ${largest.toPrecision(3)}`;
+      canvas.setAttribute("aria-label", `${caption.textContent}: ${tokens} tokens down, ${channels} channels across`);
     }
     summarise();
   }
 
   function summarise() {
-    text.textContent = model.get("summary");
+    const [tokens, channels] = model.get("shape");
+    text.textContent = `${tokens} tokens down, ${channels} channels across · ${model.get("summary")}`;
   }
 
   function cellUnder(event, canvas) {

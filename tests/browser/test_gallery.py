@@ -96,7 +96,7 @@ def test_the_microscope_by_keyboard_and_mouse(gallery: NotebookPage) -> None:
     expect(status).not_to_contain_text("channel 7")
     assert status.text_content() != before
     microscope.get_by_label("tile").select_option("small")
-    expect(microscope.locator("figcaption").first).to_contain_text("8 tokens down, 32 channels across")
+    expect(status).to_contain_text("8 tokens down, 32 channels across")
     microscope.get_by_label("tile").select_option("with an outlier")
     microscope.get_by_label("format").select_option("int4 symmetric, a scale a token")
 
