@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from labkit.engine import LLM
+from labkit.engine import LLM, ModelExecutor
 from labkit.engine.kv_policy import require_support
 from labkit.experiments.kv_quality import window_nll
 from labkit.kv_math import PER_HEAD, KVFormat, ScaleLayout
@@ -65,13 +65,19 @@ def answers(llm: LLM, **params: Any) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
+def executor_of(llm: LLM) -> ModelExecutor:
+    executor = llm.engine.executor
+    assert isinstance(executor, ModelExecutor)
+    return executor
+
+
 def require_empty(llm: LLM) -> None:
     kv = llm.engine.scheduler.kv
     kv.check()
     assert kv.usage().num_referenced_blocks == kv.usage().num_in_flight_blocks == 0
     if isinstance(kv, KVCacheManager):
         assert kv.swap_space.num_free_blocks == kv.swap_space.num_host_blocks
-    rows = llm.engine.executor.tail_rows  # type: ignore[attr-defined]
+    rows = executor_of(llm).tail_rows
     if rows is not None:  # those of the last step are taken back with the next
         rows.release(llm.engine.scheduler._ended_ids)
         assert len(rows) == 0
@@ -182,7 +188,7 @@ def test_tail_rows_come_back_after_an_abort(model):
 
 def test_int4_comes_in_blocks_of_32_and_says_what_its_tails_take(model):
     with LLM(model, kv_cache_dtype="int4", max_num_seqs=4) as llm:
-        memory, storage = llm.memory, llm._built.storage
+        memory, storage = llm.memory, executor_of(llm).storage
         assert memory.block_size == 32 and memory.kv_pool == storage.num_bytes
         assert (
             memory.kv_tails == sum(tail.nbytes for tail in storage.tails) == storage.spec.bytes_for_tails(4, "float32")
@@ -227,7 +233,7 @@ def test_scales_from_a_file(model, tmp_path):
     sides = [measure_scales(torch.full((1, 2, 16), float(i + 4)), format) for i in range(3)]
     save_scales(tmp_path / "scales", {i: LayerScales(s, s) for i, s in enumerate(sides)}, policy)
     with open_llm(model, policy, kv_scales=tmp_path / "scales") as llm:
-        pages = llm._built.storage.pages(1)
+        pages = executor_of(llm).storage.pages(1)
         assert pages.k.scales.flatten().tolist() == pytest.approx([5 / 127] * 2)  # type: ignore[union-attr]
         assert len(answers(llm)) == 6
     with pytest.raises(ValueError, match=r"kv_scales='x' goes with a kv_cache_dtype whose scales are fixed"):

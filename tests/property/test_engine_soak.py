@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from labkit.engine import LLM, CompletionOutput, RequestOutput
+from labkit.engine import LLM, CompletionOutput, ModelExecutor, RequestOutput
 from labkit.scheduling import PreemptionCost, SamplingParams
 
 NUM_REQUESTS, MAX_MODEL_LEN = 500, 64
@@ -183,8 +183,10 @@ def test_soak_500_random_requests_on_a_tiny_pool(model, tokenizer, monkeypatch, 
         assert kv.usage().num_referenced_blocks == 0
         assert not llm._in_flight._trackers and not llm._in_flight._inboxes
         assert not llm.engine.scheduler._families and not llm.engine._under_way
-        if tail_rows := llm.engine.executor.tail_rows:  # of the last step, taken back with the next
-            assert {*tail_rows._rows} <= {*llm.engine.scheduler._ended_ids}
+        executor = llm.engine.executor
+        assert isinstance(executor, ModelExecutor)
+        if executor.tail_rows is not None:  # those of the last step are taken back with the next
+            assert {*executor.tail_rows._rows} <= {*llm.engine.scheduler._ended_ids}
 
     errors = {name for name, completion in sequences(sent) if completion.finish_reason == "error"}
     if depth == 1:
