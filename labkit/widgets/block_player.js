@@ -8,6 +8,7 @@ export function stepAxis(recording) {
   return {
     name: "step",
     first: 1,
+    start: 1,
     last: length,
     grain: 1,
     positions: (at) => [at],
@@ -29,6 +30,7 @@ export function timeAxis(recordings) {
   return {
     name: "time",
     first: 0,
+    start: allEnds[0],
     last,
     grain: Math.max(1, Math.round(last / 1000)),
     positions: (at) => recordings.map((recording) => recording.positionAt(at)),
@@ -70,7 +72,7 @@ export class Player {
     this.root.append(controls, this.eventControls(eventNames));
     stopped.addEventListener("abort", () => this.pause());
     this.drawUsage();
-    this.go(axis.first);
+    this.go(axis.start);
   }
 
   button(text, label, onclick) {
