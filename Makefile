@@ -1,5 +1,6 @@
 # make lab      open the first lesson in JupyterLab          make lab LAB_ARGS="--no-browser --port 8899"
 # make test     lint, types, import layers, then every test  make test PYTEST_ARGS="-k block_pool"   NO_BROWSER=1
+# make test-browser   every lesson in JupyterLab, the widgets in Notebook 7; screenshots in test-results/ (ten minutes)
 # make bench    speed of allocator and scheduler, measured
 # make clean    remove the environment and what builds left behind
 #
@@ -20,7 +21,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 # OpenMP threads that wait by spinning make a busy machine several times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: lab test bench lint env clean constraints
+.PHONY: lab test test-browser bench lint env clean constraints
 
 lab: $(MODEL)
 	$(BIN)/jupyter lab $(AS_ROOT) --ServerApp.root_dir="$(CURDIR)" notebooks/00_start_here.ipynb $(LAB_ARGS)
@@ -49,6 +50,11 @@ lint: $(INSTALLED)
 test: lint $(MODEL)
 	$(if $(NO_BROWSER),,$(BIN)/python tests/browser/find_browser.py)
 	$(BIN)/pytest tests notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=120 $(PYTEST_ARGS)
+
+# What is too long for make test: run it before a release, and look at the screenshots.
+test-browser: $(MODEL)
+	$(BIN)/python tests/browser/find_browser.py
+	$(BIN)/pytest tests/browser tests/browser/every_notebook.py $(PYTEST_ARGS)
 
 # Speed of the control plane, on a calm machine; nothing is asserted.
 bench: $(INSTALLED)
