@@ -91,11 +91,13 @@ def measure_scales(x: torch.Tensor, format: KVFormat, *, block_size: int = 16) -
     box = box_shape(format.scales, x.shape, block_size)
     low = _in_boxes(x, box, float("inf")).amin(dim=(1, 3, 5))
     high = _in_boxes(x, box, float("-inf")).amax(dim=(1, 3, 5))
+    # A tensor, not a number: by a number CUDA multiplies with the reciprocal, which rounds twice.
+    steps = torch.full((), largest_code(format), dtype=torch.float32, device=x.device)
     if not format.scales.zero_point_bits:
         largest = torch.maximum(low.abs(), high.abs())
-        return Scales(_stored(largest / largest_code(format), format.scales.scale_bits))
+        return Scales(_stored(largest / steps, format.scales.scale_bits))
     zero_points = _clamped(low, _SCALE_DTYPES[format.scales.zero_point_bits])
-    return Scales(_stored((high - low) / largest_code(format), format.scales.scale_bits), zero_points)
+    return Scales(_stored((high - low) / steps, format.scales.scale_bits), zero_points)
 
 
 def expand(per_box: torch.Tensor, box: tuple[int, int, int], shape: torch.Size) -> torch.Tensor:
