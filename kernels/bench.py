@@ -246,7 +246,7 @@ def provenance() -> dict[str, str]:
 def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str], object] = print) -> dict[str, Any]:
     """Measure everything on the current GPU, or the named groups of ops, and return the table with its provenance.
 
-    "quantised" is a table of its own (quant.json): it runs only when it is named.
+    Quantised pages have a table of their own (quant.json): their groups run only when they are named.
 
     Raises RuntimeError without a CUDA device: there is nothing to measure in an interpreter.
     """
@@ -271,7 +271,7 @@ def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str],
     result = {"provenance": provenance(), "ceiling_gbps": round(ceiling, 1), "matmul_tflops": round(matmul_tflops(), 1)}
     show(json.dumps(result))
     rows: list[dict[str, Any]] = []
-    for name in only or [name for name in groups if name != "quantised"]:
+    for name in only or [name for name in groups if not name.startswith("quantised")]:
         for one in groups[name]():
             rows.append(one)
             show(" ".join(f"{value}" for value in one.values()))

@@ -129,7 +129,7 @@ def attend_quantised(
 ):  # fmt: skip
     """(acc, m, l) of BLOCK_M query rows over keys [begin, end); acc [rows, DV], int4 V: its two halves side by side."""
     Q_TYPE: tl.constexpr = q_row.dtype.element_ty
-    TESTING: tl.constexpr = Q_TYPE.primitive_bitwidth == 32
+    TESTING: tl.constexpr = q_row.dtype.element_ty.primitive_bitwidth == 32
     K_TYPE: tl.constexpr = Q_TYPE if TESTING or k.codes.dtype.element_ty.primitive_bitwidth == 16 else tl.float16
     V_TYPE: tl.constexpr = Q_TYPE if TESTING or v.codes.dtype.element_ty.primitive_bitwidth == 16 else tl.float16
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0  # a tile lies in one block, or in two

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter knows no PTX
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter knows no PTX
 
 
 @triton.jit

@@ -74,8 +74,8 @@ QUANTISED_DECODE = {
     80: [
         (False, ANY, 128, DecodeTile(8, 64, 4, 3, 3, 256)),
         (True, ANY, 128, DecodeTile(8, 32, 2, 3, 4, 256)),
-        (False, ANY, 256, DecodeTile(8, 32, 4, 2, 2, 256)),
-        (True, ANY, 256, DecodeTile(8, 32, 4, 2, 2, 256)),
+        (False, ANY, 256, DecodeTile(8, 32, 4, 2, 2, 256, 192)),
+        (True, ANY, 256, DecodeTile(8, 32, 4, 2, 2, 256, 192)),
     ],
     90: [
         (False, ANY, 128, DecodeTile(8, 32, 1, 3, 8, 256)),

@@ -187,7 +187,7 @@ def test_bad_pages_are_named(paged_batch):
     with pytest.raises(TypeError, match=r"kv\.k\.codes must be int8"):
         attend(good.kv._replace(k=good.kv.k._replace(codes=good.kv.k.codes.int())))
     with pytest.raises(ValueError, match="do not fit codes"):
-        attend(good.kv._replace(k=good.kv.k._replace(scales=good.kv.k.scales[:2])))
+        attend(good.kv._replace(k=good.kv.k._replace(scales=torch.ones(2, 2, 1, 64))))
     with pytest.raises(ValueError, match="head_dim_k 128"):
         attend(good.kv._replace(head_dim_k=128))
 
