@@ -90,7 +90,9 @@ def test_the_microscope_by_keyboard_and_mouse(gallery: NotebookPage) -> None:
     expect(status).to_contain_text("token 1, channel 0: value ")
     canvas.press("ArrowRight")
     expect(status).to_contain_text("token 1, channel 1: value ")
-    canvas.hover(position={"x": 7 * 6 + 4, "y": 3 * 6 + 4})
+    box = canvas.bounding_box()
+    assert box
+    canvas.hover(position={"x": 7.5 / 64 * box["width"], "y": 3.5 / 32 * box["height"]})
     expect(status).to_contain_text("token 3, channel 7: value ")
     microscope.get_by_label("format").select_option("int4 with offset, a scale a channel")
     expect(status).not_to_contain_text("channel 7")

@@ -113,9 +113,11 @@ def test_the_menus_tell_the_lessons_story(tiles):
 
 def test_a_change_is_one_message(tiles, monkeypatch):
     microscope, sent = QuantMicroscope(tiles), []
-    monkeypatch.setattr(microscope._picture, "_send", lambda message, **_: sent.append(message["state"]))
+    monkeypatch.setattr(microscope._picture, "_send", lambda message, **_: sent.append(message))
     microscope.tile.value = "small"
-    assert [sorted(state) for state in sent] == [["codes", "errors", "shape", "summary", "values"]]
+    assert len(sent) == 1
+    assert set(sent[0]["state"]) == {"shape", "summary"}
+    assert sorted(path for (path,) in sent[0]["buffer_paths"]) == ["codes", "errors", "values"]
 
 
 def test_the_microscope_refuses_what_is_no_tile(tiles):
