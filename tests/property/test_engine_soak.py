@@ -142,7 +142,10 @@ def test_soak_500_random_requests_on_a_tiny_pool(model, tokenizer, monkeypatch, 
     sent: dict[str, Sent] = {}
     unfinished: set[str] = set()
     num_aborts = num_steps = 0
-    options = dict(block_size=4, max_model_len=MAX_MODEL_LEN, num_gpu_blocks_override=24, max_num_seqs=10)
+    # int4 keys share scales over a block, which the kernels cut into tiles of 16 tokens
+    block_size = 16 if model.device.type == "cuda" and kv_cache_dtype == "int4" else 4
+    options = dict(block_size=block_size, max_model_len=MAX_MODEL_LEN, max_num_seqs=10)
+    options["num_gpu_blocks_override"] = 24 if block_size == 4 else 8
     # A few blocks; tests/property/test_swap.py has CPUs.
     swap_space = 1e-5 if model.device.type == "cuda" or kv_cache_dtype != "auto" else 0
     options |= dict(max_num_batched_tokens=40, swap_space=swap_space, kv_cache_dtype=kv_cache_dtype)
