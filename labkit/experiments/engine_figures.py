@@ -173,13 +173,13 @@ def kv_formats(
     *,
     pool_bytes: int,
     context: int = 1024,
-    num_output_tokens: int = 128,
+    num_output_tokens: int = 512,
     formats: Mapping[str, Mapping[str, Any]] = KV_FORMATS,
 ) -> list[Row]:
     """Tokens/s of each KV format in a pool of ``pool_bytes``: at the batch that bf16 has there, and at all that fit.
 
-    Requests are of one length, ``context`` tokens at their end, and twice as many as run at once. A format that
-    cannot run says why under ``not_measured``; the first, which the others are compared with, has to run.
+    All requests are there at once and have one length, ``context`` tokens at their end, most of it decoded one by one,
+    so that reading K and V is what takes the time. A format that cannot run says why under ``not_measured``; the first, which the others are compared with, has to run.
     """
     rows: list[Row] = []
     equal_batch = 0
@@ -227,13 +227,13 @@ def _serve_in_pool(
     num_output_tokens: int,
     options: Mapping[str, Any],
 ) -> float:
-    """Tokens/s of ``2 * batch`` requests of ``context`` tokens, ``batch`` of them at once."""
+    """Tokens/s of ``batch`` requests of ``context`` tokens, all at once, after a run that compiles what they need."""
     rng = np.random.default_rng(0)
-    prompts = rng.integers(10, model.config.vocab_size, (2 * batch, context - num_output_tokens)).tolist()
+    prompts = rng.integers(10, model.config.vocab_size, (batch, context - num_output_tokens)).tolist()
     sizes = {"max_model_len": context, "max_num_seqs": batch, "num_gpu_blocks_override": num_blocks}
     with LLM(model, enable_prefix_caching=False, **sizes, **options) as llm:
         requests = [ServeRequest(prompt, num_output_tokens) for prompt in prompts]
-        run_requests(llm, [replace(request, num_output_tokens=2) for request in requests[:2]])
+        run_requests(llm, [replace(request, num_output_tokens=2) for request in requests])
         llm.reset_stats()
         return len(requests) * num_output_tokens / run_requests(llm, requests)["seconds"]
 
