@@ -19,17 +19,17 @@ function render({ model, el }) {
   el.classList.add("labkit-microscope");
   const text = document.createElement("div");
   text.setAttribute("role", "status");
-  text.style.minHeight = "1.5em";
+  text.style.minHeight = "2.6em";
   text.className = "labkit-microscope-status";
   el.style.color = "var(--jp-ui-font-color1, CanvasText)";
   el.dataset.lmSuppressShortcuts = "true"; // else JupyterLab takes the arrow keys ...
   el.addEventListener("keydown", (event) => event.stopPropagation()); // ... or its notebook does
   const row = document.createElement("div");
-  row.style.cssText = "display:flex;flex-wrap:wrap;gap:8px 16px";
+  row.style.cssText = "display:grid;grid-template-columns:repeat(auto-fit,minmax(240px,1fr));gap:8px 16px";
   let [token, channel] = [0, 0]; // of the cell that was pointed at last
   const canvases = PANELS.map(([name, label]) => {
     const figure = document.createElement("figure");
-    figure.style.cssText = "margin:0;flex:1 1 260px;max-width:420px"; // three in a row, or fewer in a narrow window
+    figure.style.cssText = "margin:0;max-width:420px"
     const caption = document.createElement("figcaption");
     const canvas = document.createElement("canvas");
     canvas.setAttribute("role", "img");

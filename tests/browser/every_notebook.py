@@ -1,4 +1,4 @@
-"""Every lesson in a real browser, from top to bottom, and the gallery in Notebook 7: `make test-browser`, several minutes.
+"""Every lesson in a real browser, from top to bottom, and the gallery in Notebook 7: `make test-browser`, ten minutes.
 
 Screenshots of each lesson in pieces of a window's height are kept in test-results/lessons/, to be looked at.
 """
@@ -34,7 +34,8 @@ BLANK = """() => {
         if (!box.width || !box.height) blank.push(`widget ${view.firstElementChild?.className}`);
     }
     for (const plot of document.querySelectorAll('.jp-OutputArea .js-plotly-plot')) {
-        if (!plot.querySelector('.scatterlayer path, .barlayer path, .heatmaplayer image, .pielayer path')) blank.push('plot');
+        const marks = '.scatterlayer path, .barlayer path, .heatmaplayer image, .pielayer path';
+        if (!plot.querySelector(marks)) blank.push('plot');
     }
     const text = document.querySelector('.jp-Notebook').textContent;
     if (/Error displaying widget|Loading widget/.test(text)) blank.push('a widget that did not load');
