@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -43,13 +47,29 @@ def load_shard(source: WeightsSource, size: int, device: torch.device) -> PreTra
 
 def _cut(model: PreTrainedModel, size: int, device: torch.device) -> None:
     """Replace every weight that transformers' plan shards by this rank's part, as :func:`from_pretrained` would."""
-    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
-    whole = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in whole.items()}
-    tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in whole}
-    del whole, names
-    plan = {name: style for name, style in plan.items() if name not in tied}  # a weight of two names is cut once
-    apply_tensor_parallelism(model, init_device_mesh(device.type, (size,), mesh_dim_names=("tp",)), plan)
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("tp",))
+    tied = _untie(model)
+    if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:
+        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
+        apply_tensor_parallelism(model, mesh, plan)
+    else:  # transformers 5.17 finds the plan itself
+        apply_tensor_parallelism(model, mesh)  # type: ignore[call-arg]
     for name, original in tied.items():
-        module, _, attribute = name.rpartition(".")
-        model.get_submodule(module)._parameters[attribute] = model.get_parameter(original)
+        part, same = model.get_parameter(name), model.get_parameter(original)
+        if isinstance(part, DTensor) == isinstance(same, DTensor) and part.shape == same.shape:
+            _set_parameter(model, name, same)  # cut alike: once is enough
+
+
+def _untie(model: PreTrainedModel) -> dict[str, str]:
+    """Give a weight of two names a parameter for each, over the same memory, since the plan goes by names."""
+    once = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in once.items()}
+    tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in once}
+    for name, original in tied.items():
+        _set_parameter(model, name, nn.Parameter(once[original].data, requires_grad=False))
+    return tied
+
+
+def _set_parameter(model: PreTrainedModel, name: str, parameter: nn.Parameter) -> None:
+    module, _, attribute = name.rpartition(".")
+    model.get_submodule(module)._parameters[attribute] = parameter
