@@ -29,8 +29,8 @@ def provenance(result: dict[str, Any]) -> str:
     p = result["provenance"]
     return (
         f"Recorded {p['date']} on one {p['gpu']}, driver {p['driver']}, torch {p['torch']}, Triton {p['triton']}, "
-        f"commit {p['commit']}, `{p['command']}`. Read ceiling in the same run {result['ceiling_gbps']:.0f} GB/s, "
-        f"bf16 matmul {result['matmul_tflops']:.0f} TFLOP/s."
+        f"commit {p['commit']}, `{p['command']}`. Read ceiling in the same run {result['ceiling_gbps']:.0f} GB/s"
+        + (f", bf16 matmul {result['matmul_tflops']:.0f} TFLOP/s." if "matmul_tflops" in result else ".")
     )
 
 
@@ -106,15 +106,51 @@ def steps_table(rows: Rows) -> str:
     return _table(["step, µs", *(f"{heads} {batch}" for heads, batch in cases)], lines)
 
 
+def quantised_table(rows: Rows) -> str:
+    lines = [
+        [
+            _heads(row), row["batch"], row["kv_format"], row["block_size"], f"{row['us']:.1f}",
+            f"{row['percent_of_ceiling']:.0f}", f"{row['ratio_to_bf16']:.2f}",
+            f"{row['error']:.1e}" if "error" in row else "–",
+        ]
+        for row in rows
+        if row["op"] == "decode"
+    ]  # fmt: skip
+    return _table(["heads", "batch", "KV format", "block size", "µs", "% of ceiling", "of bf16", "error"], lines)
+
+
+def quantised_rest_table(rows: Rows) -> str:
+    lines = []
+    for row in rows:
+        if row["op"] == "write":
+            figure = f"{row['ratio_to_floor']:.2f} x its bytes at the ceiling"
+        elif row["op"] == "prefill":
+            figure = f"{row['tflops']:.0f} TFLOP/s, {row['ratio_to_bf16']:.2f} x the time of bf16"
+        else:
+            continue
+        lines.append([row["op"], _heads(row), row["batch"], row["kv_format"], f"{row['us']:.1f}", figure])
+    return _table(["op", "heads", "batch", "KV format", "µs", ""], lines)
+
+
 def compile_table(rows: Rows) -> str:
     lines = []
     for row in rows:
+        if "tile" not in row:  # the write kernel, whose program covers tokens and heads
+            continue
         tile = row["tile"]
         shape = f"{tile['block_m']} x {tile['block_n']}, {tile['num_warps']} warps"
-        line = [row["kernel"], _heads(row), shape, row["registers"], row["spill_bytes"], row["shared_bytes"]]
+        line = [
+            row["kernel"],
+            _heads(row),
+            row.get("kv_format", "bf16"),
+            shape,
+            row["registers"],
+            row["spill_bytes"],
+            row["shared_bytes"],
+        ]
         if line not in lines:
             lines.append(line)
-    return _table(["kernel", "heads", "tile", "registers", "spilled bytes", "shared bytes"], lines)
+    return _table(["kernel", "heads", "KV", "tile", "registers", "spilled bytes", "shared bytes"], lines)
 
 
 def fill(text: str, name: str, content: str) -> str:
@@ -136,6 +172,10 @@ def render(text: str) -> str:
     text = fill(text, "provenance", provenance(result))
     for name, make in tables.items():
         text = fill(text, name, make(result["rows"]))
+    quantised = json.loads((RESULTS / "quant.json").read_text())
+    text = fill(text, "provenance of quantised", provenance(quantised))
+    text = fill(text, "quantised", quantised_table(quantised["rows"]))
+    text = fill(text, "quantised rest", quantised_rest_table(quantised["rows"]))
     return fill(text, "compile", compile_table([row for row in compiled["rows"] if row["sm"] == 90]))
 
 
