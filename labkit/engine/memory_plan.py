@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _CPU_POOL_LIMIT = 4 * GIB
 _CPU_POOL_SHARE = 0.25
-_BYTES_PER_GRAPH = 1 << 20  # what torch's allocator rounds up; launch records were too small to see on an H200
+BYTES_PER_GRAPH = 1 << 20  # what torch's allocator rounds up; launch records were too small to see on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ def _graph_bytes(model: PreTrainedModel, max_num_seqs: int) -> int:
     head = model.get_output_embeddings()
     logits = sum(sizes) * head.weight.shape[0] * head.weight.itemsize if head is not None else 0  # type: ignore
     activations = _peak_activations(model, max_num_seqs, max_num_seqs, samples=False)
-    return activations + logits + len(sizes) * _BYTES_PER_GRAPH
+    return activations + logits + len(sizes) * BYTES_PER_GRAPH
 
 
 @torch.inference_mode()

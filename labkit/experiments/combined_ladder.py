@@ -36,7 +36,7 @@ RungNames = Collection[str] | None
 SHAPES_TO_TRY = ("llama-2-13b", "llama-2-7b", "phi-3-mini", "smollm2-1.7b", "smollm2-360m", "smollm2-135m")
 """Largest first: on a GPU the first is taken that leaves room for three full requests."""
 
-_KEY = ("model", "memory_limit_gib", "lengths", "rung")
+_KEY = ("model", "memory_limit_gib", "context", "lengths", "rung")
 _POLICIES = {
     "auto": "unquantised",
     "int8": "int8 per token-head",

@@ -9,6 +9,7 @@ import numpy as np
 
 from labkit.core import Engine
 from labkit.engine.decode_graphs import capture_sizes
+from labkit.engine.memory_plan import BYTES_PER_GRAPH
 from labkit.kv_math import GIB, GPU, CapacityPlan, ModelShape, plan_capacity
 from labkit.memory import ContiguousKVManager, KVCacheManager, reserve_max
 from labkit.scheduling import Scheduler, SchedulerConfig, StaticScheduler
@@ -20,7 +21,6 @@ from .combined_traffic import Traffic, traffic
 from .combined_window import Load, steady_window
 
 GPU_MEMORY_UTILIZATION = 0.9
-_BYTES_PER_GRAPH = 8 << 20  # launch records, as the engine's memory plan has them
 
 
 class Limits(NamedTuple):
@@ -145,7 +145,7 @@ def _set_aside(shape: ModelShape, limits: Limits) -> int:
     num_seqs, num_tokens = limits
     sizes = capture_sizes(num_seqs)
     logits = 2 * sum(sizes) * shape.vocab_size
-    graphs = _step_bytes(shape, num_seqs, num_seqs) + logits + len(sizes) * _BYTES_PER_GRAPH
+    graphs = _step_bytes(shape, num_seqs, num_seqs) + logits + len(sizes) * BYTES_PER_GRAPH
     return _step_bytes(shape, num_tokens, num_seqs) + graphs
 
 

@@ -66,6 +66,14 @@ def test_predictions_for_the_article_s_setting(tmp_path: Path):
     assert "predicted" in json.loads((tmp_path / "rows.json").read_text())
 
 
+def test_rows_of_another_context_are_not_taken_for_these(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    for context in (512, 256):
+        rows = predict_combined(TINY, 1.0, context=context, lengths=["full"], rungs=["baseline"], window=1, out=out)
+        assert rows["context"].tolist() == [context]
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
 def test_every_rung_runs_on_a_cpu_and_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch):
     out = tmp_path / "combined.json"
     rows = combined(TINY, lengths=["full"], window=0.3, out=out, progress=False)
