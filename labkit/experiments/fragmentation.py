@@ -93,6 +93,8 @@ def utilisation_over_time(
     ``num_preemptions`` so far, ``live_of_reserved`` (tokens over slots of referenced blocks) and ``live_of_pool``
     (tokens over all slots), both 0 to 1.
     """
+    if num_requests < 1:
+        raise ValueError(f"num_requests must be >= 1, got {num_requests}")
     workload = sample_workload(LengthTable.load(lengths), all_at_once(num_requests), seed).fitting(MAX_MODEL_LEN)
     kv = named_allocator(allocator, pool_tokens // block_size, block_size)
     executor = calibrate(recorded_rows()).executor(model_shape(model))

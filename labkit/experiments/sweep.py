@@ -24,6 +24,8 @@ Result = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 Outcome = tuple[int, Result | None, Exception | None]
 
+_FAILURES_SHOWN = 3  # what fails for one configuration often fails for all
+
 
 def grid(**values: Iterable[Any]) -> list[dict[str, Any]]:
     """Every combination: ``grid(block_size=(16, 32), rate=(1, 2, 4))`` has six configurations."""
@@ -76,7 +78,9 @@ def sweep(
             results[index] = result
             _write(files[index], configurations[index], result)
     if failed:
-        named = "; ".join(f"{configurations[i]}: {error}" for i, error in sorted(failed.items()))
+        named = "; ".join(f"{configurations[i]}: {error}" for i, error in sorted(failed.items())[:_FAILURES_SHOWN])
+        if len(failed) > _FAILURES_SHOWN:
+            named += "; ..."
         raise RuntimeError(f"{len(failed)} of {len(configurations)} runs failed, the others are done: {named}")
     return pd.DataFrame(
         [

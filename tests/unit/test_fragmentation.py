@@ -106,3 +106,8 @@ def test_all_runs_are_a_resumable_sweep(tmp_path: Path) -> None:
 def test_an_unknown_allocator_is_refused() -> None:
     with pytest.raises(ValueError, match="allocator must be paged or one of reserve_max, .* got 'heap'"):
         utilisation_over_time(allocator="heap")
+
+
+def test_a_run_without_requests_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_requests must be >= 1, got 0"):
+        utilisation_over_time(num_requests=0)
