@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,21 +66,61 @@ def test_without_ray_the_extra_is_named():
         RayReplicas(1)
 
 
+OPTIONS = dict(num_gpu_blocks_override=32, max_num_seqs=4)
+PROMPTS = [[5, 6, 7] * 8, [9, 9], [5, 6, 7] * 9, [3]]
+PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+def _check_replicas(model) -> None:
+    """Two replicas give one engine's answers, in order, and find the prefix that one of them has seen."""
+    with LLM(model, **OPTIONS) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    with RayReplicas(2, model=model, device="cpu", **OPTIONS) as replicas:
+        got = replicas.generate(PROMPTS, PARAMS)
+        assert [output.outputs[0].token_ids for output in got] == expected
+        assert replicas.router.loads == [0, 0]
+        assert replicas.generate([[5, 6, 7] * 8 + [1]], PARAMS)[0].num_cached_tokens == 16
+
+
+class _RayInThisProcess:
+    """As much of Ray as replicas use; its actors are plain objects."""
+
+    def __init__(self) -> None:
+        self.killed = 0
+
+    is_initialized = staticmethod(lambda: True)
+    cluster_resources = staticmethod(dict)
+    get = staticmethod(lambda answers: answers)
+
+    def remote(self, **resources):
+        assert resources == {"num_gpus": 0, "num_cpus": 1}
+        return lambda cls: SimpleNamespace(remote=lambda *arguments: _Actor(cls(*arguments)))
+
+    def kill(self, actor) -> None:
+        self.killed += 1
+
+
+class _Actor:
+    def __init__(self, target) -> None:
+        self._target = target
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=getattr(self._target, name))
+
+
+def test_replicas_share_the_prompts_and_answer_in_their_order(tiny_llama, monkeypatch):
+    ray = _RayInThisProcess()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    _check_replicas(tiny_llama)
+    assert ray.killed == 2
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'kv-labkit[ray]'")
-def test_replicas_answer_as_one_engine_does(tiny_llama, tmp_path):
+def test_replicas_as_ray_actors(tiny_llama):
     ray = pytest.importorskip("ray")
-    tiny_llama.save_pretrained(tmp_path)
-    options = dict(num_gpu_blocks_override=32, max_num_seqs=4)
-    prompts = [[5, 6, 7] * 8, [9, 9], [5, 6, 7] * 9, [3]]
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    with LLM(tiny_llama, **options) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        with RayReplicas(2, model=str(tmp_path), tokenizer=None, device="cpu", **options) as replicas:
-            got = replicas.generate(prompts, params)
-            assert [output.outputs[0].token_ids for output in got] == expected
-            assert replicas.router.loads == [0, 0]
-            assert replicas.generate([[5, 6, 7] * 8 + [1]], params)[0].num_cached_tokens == 16
+        _check_replicas(tiny_llama)
     finally:
         ray.shutdown()
