@@ -132,6 +132,10 @@ def _plan(
     device: str | None,
 ) -> tuple[Setting, list[Row]]:
     """The setting and a row for each length setting and rung, with its prediction."""
+    if window <= 0:
+        raise ValueError(f"window must be > 0 seconds, got {window}")
+    if context is not None and context < 2:
+        raise ValueError(f"context must be >= 2 tokens, got {context}")
     names = {kind: rungs.get(kind) if isinstance(rungs, Mapping) else rungs for kind in lengths}
     for kind, chosen in names.items():
         if unknown := set(chosen or ()) - set(RUNGS):

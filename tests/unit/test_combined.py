@@ -97,6 +97,9 @@ def test_a_rung_that_cannot_run_says_why(tmp_path: Path):
     assert "does not fit" in rows["not_measured"].iloc[0]
     with pytest.raises(ValueError, match="rungs must be among baseline, .*, got faster"):
         combined(TINY, rungs=["faster"])
+    for wrong in ({"window": -1.0}, {"context": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            combined(TINY, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown length table"):
         combined(TINY, lengths=["short"])
 
