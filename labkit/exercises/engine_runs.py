@@ -74,6 +74,12 @@ def run_with_pool(make_free_list: Callable[[int], FreeList]) -> Trace:
         raise _at_step(f"{type(error).__name__}: {error}", trace) from None
     if kv.num_free_blocks != NUM_BLOCKS:
         raise _at_step(f"all requests have ended, and {NUM_BLOCKS - kv.num_free_blocks} blocks are still held", trace)
+    try:
+        kv.pool.allocate(NUM_BLOCKS)
+    except Exception as error:  # a free list that loses blocks serves until it is empty
+        raise _at_step(
+            f"nobody holds a block, yet allocate({NUM_BLOCKS}) gives not all of them: {error}", trace
+        ) from None
     return trace
 
 

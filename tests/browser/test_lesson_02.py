@@ -11,10 +11,10 @@ ATTEMPT = """class FreeList:
         self.ids = list(range(num_blocks))
 
     def allocate(self, count):
-        {allocate}
+        return [self.ids.pop() for _ in range(count)]
 
     def free(self, block_ids):
-        self.ids.extend(block_ids)
+        self.ids.extend({given_back})
 
 
 exercises.check("02-free-list", FreeList)"""
@@ -32,11 +32,11 @@ def test_it_runs_and_an_exercise_opens_the_block_table_where_it_went_wrong(noteb
     index = next(i for i, cell in enumerate(sources(notebook)) if "class FreeList" in cell)
     output = notebook.cell(index).locator(".jp-OutputArea")
     expect(output).to_contain_text("(open)")
-    notebook.rewrite_and_run(index, ATTEMPT.format(allocate="return self.ids[:count]  # they stay in the list"))
+    notebook.rewrite_and_run(index, ATTEMPT.format(given_back="block_ids * 2"))
     expect(output).to_contain_text("(not yet)", timeout=30_000)
     picture = output.locator("canvas.labkit-canvas")
     assert len(notebook.shown_colours(picture.first)) > 2
-    notebook.rewrite_and_run(index, ATTEMPT.format(allocate="return [self.ids.pop() for _ in range(count)]"))
+    notebook.rewrite_and_run(index, ATTEMPT.format(given_back="block_ids"))
     expect(output).to_contain_text("(passed)", timeout=30_000)
 
 
