@@ -179,7 +179,8 @@ def kv_formats(
     """Tokens/s of each KV format in a pool of ``pool_bytes``: at the batch that bf16 has there, and at all that fit.
 
     All requests are there at once and have one length, ``context`` tokens at their end, most of it decoded one by one,
-    so that reading K and V is what takes the time. A format that cannot run says why under ``not_measured``; the first, which the others are compared with, has to run.
+    so that reading K and V is what takes the time. A format that cannot run says why under ``not_measured``; the
+    first, which the others are compared with, has to run.
     """
     rows: list[Row] = []
     equal_batch = 0
