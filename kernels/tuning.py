@@ -85,6 +85,8 @@ QUANTISED_DECODE = {
         (True, ANY, 256, DecodeTile(8, 32, 4, 2, 2, 256)),
     ],
 }
+QUANTISED_DECODE[89] = QUANTISED_DECODE[80]  # 89 and 100: compiled, never measured
+QUANTISED_DECODE[100] = [(False, ANY, 128, DecodeTile(8, 64, 4, 3, 2, 256, 192)), *QUANTISED_DECODE[80][1:]]
 
 # Rows (head size <=, tile).
 PREFILL = {
@@ -124,7 +126,7 @@ def decode_tile(
 def quantised_decode_tile(capability: int, int4: bool, group: int, head_dim: int) -> DecodeTile:
     """Tile of the decode kernel over quantised pages; int4: K's format."""
     _check_head_dim(head_dim)
-    rows = QUANTISED_DECODE[90 if generation(capability) >= 90 else 80]
+    rows = QUANTISED_DECODE[generation(capability)]
     tile = next(
         tile
         for of_int4, most_group, most_dim, tile in rows
