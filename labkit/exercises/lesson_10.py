@@ -23,7 +23,7 @@ def _judge_choose(attempt: Callable[..., str | None]) -> None:
 
     def compare(case: tuple[list[int], list[float], int]) -> None:
         loss_of = {name: loss / 100 for name, loss in zip(names, case[0], strict=True)}
-        bits_of = dict(zip(names, case[1], strict=True))
+        bits_of: dict[str, float] = dict(zip(names, case[1], strict=True))
         expected = choose_format(loss_of, bits_of, case[2] / 100)
         same(attempt(dict(loss_of), dict(bits_of), case[2] / 100), expected, f"the choice for losses {loss_of}")
 

@@ -44,9 +44,9 @@ def fit_steps(llm: LLM) -> FittedStep:
         prompts = rng.integers(10, llm.model.config.vocab_size, (batch_size, length)).tolist()
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
-        context = 0
-        ends = [step.end for step in llm.trace]
-        for number, step in enumerate(list(llm.trace)[:-1]):
+        context, trace = 0, list(llm.trace or ())
+        ends = [step.end for step in trace]
+        for number, step in enumerate(trace[:-1]):
             tokens = sum(step.num_scheduled_tokens)
             context = tokens if number == 0 else context + tokens
             if number:  # the first step of a size compiles or warms up

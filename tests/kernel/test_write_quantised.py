@@ -122,7 +122,7 @@ def test_scales_that_are_fixed_before_the_run_are_read_and_saturate(name):
     cache.write(x, x, 16 + torch.arange(8), [8], [8], [0])
     want = quantise(x, format, scales=scales)
     assert torch.equal(cache.kv.v.codes[2].view(torch.uint8), want.codes.transpose(0, 1).view(torch.uint8))
-    assert torch.equal(cache.kv.v.scales[:, :, 0], scales.scales)
+    assert cache.kv.v.scales is not None and torch.equal(cache.kv.v.scales[:, :, 0], scales.scales)
 
 
 CHUNKS = [[14], [1] * 9, [6, 8], [3, 1, 9]]
@@ -149,8 +149,9 @@ def test_a_block_is_quantised_when_it_is_full_however_its_tokens_come(name, chun
         for seq in range(2):
             assert_blocks(pages, tables[seq, :full], quantise(x[seq, : full * 4], format, block_size=4))
             waiting = x[seq, full * 4 :].transpose(0, 1)
+            assert tail is not None
             assert torch.equal(tail[rows[seq], :, : waiting.shape[1]], waiting)
-        assert tail[[1, 3]].isnan().all()
+        assert tail is not None and tail[[1, 3]].isnan().all()
         unused = [6, 8, *tables[:, full:].flatten().tolist()]
         assert (pages.codes.view(torch.uint8)[unused] == 255).all()
 
@@ -170,6 +171,7 @@ def test_bad_input_is_named():
         write_quantised_kv(x, x, kv, slots.int(), **meta)
     with pytest.raises(ValueError, match="query_start_loc"):
         write_quantised_kv(x, x, kv, slots, **{**meta, "query_start_loc": slots[:1]})
+    assert kv.k.scales is not None
     shared = kv.k._replace(scales=kv.k.scales[:, :1])
     with pytest.raises(ValueError, match="several heads share"):
         write_quantised_kv(x, x, kv._replace(k=shared), slots, **meta)

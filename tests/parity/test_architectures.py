@@ -78,6 +78,6 @@ def test_a_request_alone_gets_what_it_gets_in_a_batch(case):
 def test_unwritten_slots_are_poison_proof(case):
     model, sequences, expected = case
     with LLM(model, attention_backend="torch", num_gpu_blocks_override=32) as llm:
-        for tensor in llm._built.storage.tensors():
+        for tensor in llm._built.storage.tensors():  # type: ignore[union-attr]
             tensor.fill_(float("nan"))
         assert_same_logits(run_forced(llm, sequences, NUM_PROMPT_TOKENS), expected)

@@ -45,7 +45,7 @@ def test_the_cache_takes_the_bytes_that_its_config_tells(name):
     model = TINY[name]()
     with LLM(model, num_gpu_blocks_override=32) as llm:
         assert KVCacheSpec.from_config(model.config, "float32").bytes_per_token == llm.memory.bytes_per_token
-        pool = sum(tensor.nbytes for tensor in llm._built.storage.tensors())
+        pool = sum(tensor.nbytes for tensor in llm._built.storage.tensors())  # type: ignore[union-attr]
         assert pool == llm.memory.kv_pool == KVCacheSpec.from_config(model.config, "float32").bytes_for_pool(32)
 
 

@@ -229,7 +229,7 @@ def test_a_dropped_llm_gives_the_model_and_the_memory_back(tiny_llama, expected)
     own_attention = tiny_llama.config._attn_implementation
     llm = LLM(tiny_llama, num_gpu_blocks_override=16)
     assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
-    page = weakref.ref(next(llm._built.storage.tensors()))
+    page = weakref.ref(next(llm._built.storage.tensors()))  # type: ignore[union-attr]
     del llm
     gc.collect()
     assert tiny_llama.config._attn_implementation == own_attention
