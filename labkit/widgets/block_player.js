@@ -42,13 +42,18 @@ export function timeAxis(recordings) {
   };
 }
 
+// A range input reaches only values on its steps: its end is the first one that is not before the last moment.
+function onGrid({ first, last, grain }) {
+  return first + Math.ceil((last - first) / grain) * grain;
+}
+
 const USAGE_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"];
 
 export class Player {
   constructor(views, recordings, axis, eventNames, stopped) {
     Object.assign(this, { views, recordings, axis });
     this.root = element("div", "labkit-player");
-    this.slider = element("input", "labkit-slider", { type: "range", min: axis.first, max: axis.last, step: axis.grain });
+    this.slider = element("input", "labkit-slider", { type: "range", min: axis.first, max: onGrid(axis), step: axis.grain });
     this.slider.ariaLabel = axis.name;
     this.slider.addEventListener("input", () => this.jump(Number(this.slider.value)));
     this.toggle = this.button("▶ Play", "play", () => (this.playing ? this.pause() : this.play()));
@@ -110,7 +115,7 @@ export class Player {
 
   jump(at) {
     this.pause();
-    this.go(at);
+    this.go(Math.min(at, this.axis.last));
   }
 
   play() {
