@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -232,12 +233,14 @@ def provenance() -> dict[str, str]:
         except (OSError, subprocess.CalledProcessError):
             return "unknown"
 
+    folder = Path(__file__).parent
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": ask("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "commit": os.environ.get("LABKIT_COMMIT")
+        or ask("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
         "command": "python -m labkit.kernels.bench " + " ".join(sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from labkit.experiments import ServeRequest, bench_serve, provenance, save_rows, serving_peers, standard_workload, table
-from labkit.experiments.engine_figures import kv_formats, record_kv_formats
+from labkit.experiments.kv_formats import kv_formats, record_kv_formats
 from labkit.experiments.serving import ServeRow, run_requests
 
 
