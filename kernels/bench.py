@@ -233,7 +233,6 @@ def provenance() -> dict[str, str]:
         except (OSError, subprocess.CalledProcessError):
             return "unknown"
 
-    folder = Path(__file__).parent
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
