@@ -45,7 +45,8 @@ class LLM:
     ``kv_cache_dtype`` is how K and V are stored: "auto" (as the model computes them), "fp8" (e4m3), "fp8_e5m2", "int8",
     "int4", or a :class:`labkit.quant.KVPolicy` (K and V apart, by layer); ``kv_scales`` is a file of scales for formats
     whose scales are fixed before the run (:func:`labkit.quant.save_scales`). ``block_size`` None is 16, or 32 where
-    the tokens of a block share scales, as K's do in "int4".
+    the tokens of a block share scales, as K's do in "int4": there the newest tokens are read in 16 bit until their
+    block is full, so answers can depend on how a prompt was cut into chunks.
 
     Args that are not vLLM's: ``attention_backend`` ("auto", "torch", "triton", or for comparison "unfused", which
     dequantises, then attends); ``kv_allocator`` ("paged", or for comparison "reserve_max", "reserve_power_of_two",
