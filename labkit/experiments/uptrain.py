@@ -85,7 +85,8 @@ def uptrain(
         model: float32, which keeps the small updates; on a GPU, matrix products run in bfloat16 (autocast).
         token_ids: the training text. Windows of ctx tokens, in an order drawn anew for each epoch; what does not fill
             a window is left out. Keep the text that you will measure apart.
-        teacher: the model to imitate, with the same layers and vocabulary; None trains on the next token.
+        teacher: the model to imitate, with the same layers and vocabulary; None trains on the next token. transformers
+            leaves hooks on it, so that an ``LLM`` made of it later runs its layers unfused.
         checkpoint: a folder. A run that finds a checkpoint of the same settings there goes on from it, and ends with
             the weights of an uninterrupted run (bit for bit on a CPU; GPU kernels add in no fixed order).
         on_step: called with the number of updates made, after each; may evaluate the model.

@@ -51,7 +51,9 @@ def test_the_closed_form_is_what_scheduler_and_allocator_reach(name: str, length
     expected = setting.predict(RUNGS[name], lengths, 1.0, 0.0, None)["predicted_concurrency"]
     scheduler = setting.scheduler(RUNGS[name], setting.limits(RUNGS[name], lengths))
     engine = Engine(scheduler, SimulatedExecutor(lambda plan: 0.01))
-    figures = serve_window(engine, setting.traffic(RUNGS[name], lengths), expected, 4.0)
+    figures = serve_window(
+        engine, setting.traffic(RUNGS[name], lengths), expected, 40.0
+    )  # long enough to forget with whom it began
     assert figures["max_concurrency"] == pytest.approx(expected, rel=0.05)
     assert figures["live_utilisation"] > 0.96
 

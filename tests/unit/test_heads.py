@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import lzma
 from pathlib import Path
@@ -30,6 +31,7 @@ def texts() -> HeadTexts:
 
 
 def test_conversion_and_uptraining_of_a_tiny_model(tiny_llama: PreTrainedModel, texts, tmp_path: Path) -> None:
+    tiny_llama = copy.deepcopy(tiny_llama)  # transformers leaves hooks on a model asked for its hidden states
     path = tmp_path / "heads.json"
     results = HeadsResults.open(path, tiny_llama.device, "tiny")
     conversion_rows(tiny_llama, texts, BUDGET, results)
