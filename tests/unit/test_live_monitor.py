@@ -40,8 +40,8 @@ def until(condition, seconds: float = 10) -> None:
         time.sleep(0.01)
 
 
-def threads(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == name]
+def monitor_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "labkit-live-monitor"}
 
 
 def test_an_idle_engine_is_shown_at_once_and_then_left_alone(llm):
@@ -106,13 +106,14 @@ def test_wait_raises_what_the_run_raised_and_without_a_run_gives_nothing(llm):
 
 
 def test_it_ends_with_the_llm_and_with_close(tiny_llama):
-    before = len(threads("labkit-live-monitor"))
+    others = monitor_threads()  # of the tests before: such a thread may end at any moment
     with LLM(tiny_llama, block_size=4, num_gpu_blocks_override=64) as llm:
         monitor, closed = LiveMonitor(llm), LiveMonitor(llm)
-        assert len(threads("labkit-live-monitor")) == before + 2
+        ours = monitor_threads() - others
+        assert len(ours) == 2
         closed.close()
-        until(lambda: len(threads("labkit-live-monitor")) == before + 1)
-    until(lambda: len(threads("labkit-live-monitor")) == before)
+        until(lambda: len(ours & monitor_threads()) == 1)
+    until(lambda: not ours & monitor_threads())
     assert monitor.status["state"] == "closed"
     with pytest.raises(RuntimeError, match="closed"):
         LiveMonitor(llm)
