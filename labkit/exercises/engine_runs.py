@@ -57,7 +57,7 @@ class WatchedPool(BlockPool):
 def run_with_pool(make_free_list: Callable[[int], FreeList]) -> Trace:
     """Serve twelve requests with preemption from a reader's free list; :class:`Failed` with a picture on a mistake."""
     kv = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=False)
-    kv.pool = WatchedPool(NUM_BLOCKS, make_free_list(NUM_BLOCKS))
+    kv.blocks.pool = WatchedPool(NUM_BLOCKS, make_free_list(NUM_BLOCKS))
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32, max_model_len=64, watermark=0), kv)
     trace = Trace(NUM_BLOCKS, BLOCK_SIZE)
     engine = Engine(scheduler, SimulatedExecutor(), trace)

@@ -94,8 +94,8 @@ FAULTS = (
         (
             Edit(
                 "labkit.memory.kv_cache_manager:KVCacheManager.extend",
-                "self._release([src])",
-                "self._release([src, src])",
+                "self.blocks.release([src])",
+                "self.blocks.release([src, src])",
             ),
         ),
         "ref_cnt is right when blocks are shared and too small from a step on in which somebody lets go of one",

@@ -121,7 +121,7 @@ def play(kind: str) -> Outcome:
 
 def _serve(executor: Executor) -> Outcome:
     kv = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)
-    kv.prefix_cache = ShortHashes(BLOCK_SIZE)
+    kv.blocks.prefix_cache = ShortHashes(BLOCK_SIZE)
     config = SchedulerConfig(MAX_NUM_SEQS, TOKEN_BUDGET, MAX_MODEL_LEN, watermark=0)
     engine = Engine(Scheduler(config, kv), executor, Trace(NUM_BLOCKS, BLOCK_SIZE))
     arrivals = requests()

@@ -1,8 +1,8 @@
 """Where does it live?
 
 Exports :class:`BlockPool` (free list and reference counts), :class:`PrefixCache` (finding blocks by content),
-:class:`KVCacheManager` (block tables, sharing, copy on write), :class:`SwapSpace` (blocks in host memory) and
-:class:`KVCacheUsage` (the split of the slots); for comparison :class:`ContiguousKVManager` with its ways to reserve,
+:class:`BlockStore` (the two together: blocks and what is in them), :class:`KVCacheManager` (block tables, sharing, copy
+on write), :class:`SwapSpace` (blocks in host memory) and :class:`KVCacheUsage` (the split of the slots); for comparison :class:`ContiguousKVManager` with its ways to reserve,
 over a :class:`FirstFitArena`. Schedulers see any of them as a :class:`KVAllocator`. Nothing here knows of requests,
 models or torch.
 """
@@ -10,6 +10,7 @@ models or torch.
 from .allocator import KVAllocator
 from .arena import FirstFitArena
 from .block_pool import BlockPool
+from .block_store import BlockStore
 from .contiguous import (
     ContiguousKVManager,
     Reservation,
@@ -27,6 +28,7 @@ from .usage import KVCacheUsage
 __all__ = [
     "BlockPairs",
     "BlockPool",
+    "BlockStore",
     "CachedBlock",
     "ContiguousKVManager",
     "FirstFitArena",

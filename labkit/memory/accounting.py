@@ -26,7 +26,7 @@ def check_accounting(kv: KVCacheManager) -> None:
     cached_free = [b for b in kv.pool.free_list() if kv.prefix_cache is not None and b in kv.prefix_cache]
     usage = kv.usage()
     assert usage.num_cached_free_blocks == len(cached_free)
-    live = sum(kv._num_written[b] for b in tables)
+    live = sum(kv.blocks.num_written[b] for b in tables)
     assert usage.num_live_tokens == live, f"{usage.num_live_tokens} live tokens counted, {live} found"
     assert usage.num_referenced_blocks == len(tables)
     unreferenced = usage.num_free_blocks + usage.num_cached_free_blocks + usage.num_in_flight_blocks
@@ -36,4 +36,4 @@ def check_accounting(kv: KVCacheManager) -> None:
         assert sequence.num_computed_tokens <= len(sequence.block_ids) * kv.block_size
     if not kv.shares_partial_blocks:
         shared = [b for b, count in tables.items() if count + copies[b] > 1]
-        assert all(kv._num_written[b] == kv.block_size for b in shared), "an unfinished block is shared"
+        assert all(kv.blocks.num_written[b] == kv.block_size for b in shared), "an unfinished block is shared"

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from labkit.observe import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksCached,
-    BlocksEvicted,
-    BlocksFreed,
-    BlocksLanded,
-    BlocksShared,
-    BlocksSwappedIn,
-    BlocksSwappedOut,
-    Event,
-)
+from labkit.observe import BlockCopied, BlocksLanded, BlocksSwappedIn, BlocksSwappedOut, Event
 
 from .accounting import check_accounting
 from .block_pool import BlockPool
+from .block_store import BlockStore
 from .prefix_cache import CachedBlock, PrefixCache
+from .sequence_blocks import SequenceBlocks
 from .swap_space import BlockPairs, SwapSpace
 from .usage import KVCacheUsage
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """What the manager knows of one sequence. ``cached`` covers its first ``num_cached_blocks`` full blocks."""
-
-    salt: str | None
-    block_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    num_cached_blocks: int = 0
-    cached: CachedBlock | None = None
 
 
 class KVCacheManager:
@@ -73,16 +52,30 @@ class KVCacheManager:
         """
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"block_size must be a power of two >= 1, got {block_size}")
-        self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.shares_partial_blocks = shares_partial_blocks
-        self.prefix_cache = PrefixCache(block_size) if enable_prefix_caching else None
+        self.blocks = BlockStore(num_blocks, block_size, PrefixCache(block_size) if enable_prefix_caching else None)
         self.swap_space = SwapSpace(num_host_blocks)
-        self.events: list[Event] | None = None
-        self._sequences: dict[str, _Sequence] = {}
-        self._num_written = [0] * num_blocks  # computed tokens in each block
-        self._num_live_tokens = 0
-        self._num_cached_free = 0
+        self._sequences: dict[str, SequenceBlocks] = {}
+
+    @property
+    def pool(self) -> BlockPool:
+        """Free list and reference counts of the blocks."""
+        return self.blocks.pool
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        """Finds blocks by content; None without prefix caching."""
+        return self.blocks.prefix_cache
+
+    @property
+    def events(self) -> list[Event] | None:
+        """Where manager and blocks say what they did."""
+        return self.blocks.events
+
+    @events.setter
+    def events(self, events: list[Event] | None) -> None:
+        self.blocks.events = events
 
     @property
     def num_blocks(self) -> int:
@@ -142,12 +135,11 @@ class KVCacheManager:
         num_new = self.blocks_for(num_tokens) - len(prefix)
         if num_revived + num_new + keep_free > self.pool.num_free:
             return False
-        sequence = _Sequence(salt)
-        self._sequences[request_id] = sequence
+        sequence = self._sequences[request_id] = SequenceBlocks(request_id, self.blocks, salt)
         if prefix:
-            self._share(request_id, sequence, prefix)
+            sequence.begin_with(prefix)
         if num_new > 0:
-            self._append(request_id, sequence, num_new)
+            sequence.append(num_new)
         return True
 
     def extend(self, request_id: str, first_token: int, num_tokens: int) -> list[tuple[int, int]] | None:
@@ -157,7 +149,7 @@ class KVCacheManager:
         the copies to make as (src, dst) block ids, or None, with nothing changed, if there are too few blocks.
         """
         sequence = self._sequences[request_id]
-        block_ids, ref_cnt, size = sequence.block_ids, self.pool.ref_cnt, self.block_size
+        block_ids, ref_cnt, size = sequence.block_ids, self.blocks.pool.ref_cnt, self.block_size
         num_new = -(-(first_token + num_tokens) // size) - len(block_ids)
         first_index = first_token // size
         if num_new <= 0 and first_index == len(block_ids) - 1 and ref_cnt[block_ids[first_index]] == 1:
@@ -167,16 +159,14 @@ class KVCacheManager:
             return None
         copies = []
         for index in shared:
-            src, dst = block_ids[index], self._take(1)[0]
-            block_ids[index] = dst
-            self._num_written[dst] = self._num_written[src]
-            self._num_live_tokens += self._num_written[dst]
-            self._release([src])
+            src = block_ids[index]
+            dst = block_ids[index] = self.blocks.take_for_copy(src)
+            self.blocks.release([src])
             copies.append((src, dst))
             if self.events is not None:
                 self.events.append(BlockCopied(request_id, index, src, dst))
         if num_new > 0:
-            self._append(request_id, sequence, num_new)
+            sequence.append(num_new)
         return copies
 
     def fork(self, parent_id: str, child_id: str) -> None:
@@ -187,19 +177,7 @@ class KVCacheManager:
         if child_id in self._sequences:
             raise ValueError(f"request_id {child_id!r} already has a block table")
         parent = self._sequences[parent_id]
-        num_tokens = self._num_movable_tokens(parent)
-        child = _Sequence(
-            parent.salt,
-            parent.block_ids[: self.blocks_for(num_tokens)],
-            num_tokens,
-            parent.num_cached_blocks,
-            parent.cached,
-        )
-        self._sequences[child_id] = child
-        self.pool.share(child.block_ids)
-        if self.events is not None and child.block_ids:
-            shared = BlocksShared(child_id, 0, tuple(child.block_ids), child.num_computed_tokens)
-            self.events.append(shared)
+        self._sequences[child_id] = parent.fork(child_id, self._num_movable_tokens(parent))
 
     # ------------------------------------------------------------------ after a step
 
@@ -209,28 +187,23 @@ class KVCacheManager:
         Full blocks among them become findable in the prefix cache.
         """
         sequence = self._sequences[request_id]
-        self._set_computed(sequence, num_computed_tokens)
-        if self.prefix_cache is not None and num_computed_tokens >= (sequence.num_cached_blocks + 1) * self.block_size:
-            self._cache_full_blocks(sequence, token_ids, self.prefix_cache)
+        sequence.set_computed(num_computed_tokens)
+        if self.blocks.prefix_cache is not None:
+            sequence.cache_full_blocks(token_ids)
 
     def free(self, request_id: str) -> None:
         """Take all blocks of a sequence back. Cached content stays findable until the block is needed."""
         if request_id in self.swap_space:
             self.swap_space.drop(request_id)
         else:
-            self._free_table(request_id)
+            self._sequences.pop(request_id).release()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content; running sequences are not affected.
 
         What they go on to cache hangs on entries that are no longer findable, so nobody finds it either.
         """
-        if self.prefix_cache is None:
-            return
-        forgotten = self.prefix_cache.clear()
-        self._num_cached_free = 0
-        if self.events is not None and forgotten:
-            self.events.append(BlocksEvicted(tuple(forgotten)))
+        self.blocks.forget_cached()
 
     # ------------------------------------------------------------------ to host memory and back
 
@@ -249,7 +222,7 @@ class KVCacheManager:
         self.pool.share(block_ids)
         if self.events is not None:
             self.events.append(BlocksSwappedOut(request_id, tuple(block_ids), tuple(host for _, host in copies)))
-        self._free_table(request_id)
+        self._sequences.pop(request_id).release()
         return copies
 
     def swap_in(
@@ -274,7 +247,7 @@ class KVCacheManager:
         copies, num_computed_tokens = self.swap_space.load(request_id, sequence.block_ids, first_index)
         if copies:
             self.pool.share([block for _, block in copies])
-            self._set_computed(sequence, num_computed_tokens)
+            sequence.set_computed(num_computed_tokens)
             if self.events is not None:
                 hosts, blocks = zip(*copies, strict=True)
                 self.events.append(BlocksSwappedIn(request_id, first_index, blocks, hosts, num_computed_tokens))
@@ -283,7 +256,7 @@ class KVCacheManager:
     def land(self, swap_outs: BlockPairs, swap_ins: BlockPairs) -> None:
         """Say that these copies, as :meth:`swap_out` and :meth:`swap_in` gave them, have landed."""
         block_ids = self.swap_space.land(swap_outs, swap_ins)
-        self._release(block_ids)
+        self.blocks.release(block_ids)
         if self.events is not None and block_ids:
             self.events.append(BlocksLanded(tuple(block_ids)))
 
@@ -291,18 +264,7 @@ class KVCacheManager:
 
     def usage(self) -> KVCacheUsage:
         """Where the slots are now. O(1), and O(1) more for each block that a copy is under way for."""
-        moving = list(self.swap_space.num_copies.items())  # a copy: a monitor's thread may ask at any time
-        in_flight = [b for b, num_copies in moving if self.pool.ref_cnt[b] == num_copies]
-        num_blocks, num_free = self.pool.num_blocks, self.pool.num_free
-        return KVCacheUsage(
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            num_referenced_blocks=num_blocks - num_free - len(in_flight),
-            num_cached_free_blocks=self._num_cached_free,
-            num_free_blocks=num_free - self._num_cached_free,
-            num_live_tokens=self._num_live_tokens - sum(self._num_written[b] for b in in_flight),
-            num_in_flight_blocks=len(in_flight),
-        )
+        return self.blocks.usage(self.swap_space.num_copies)
 
     def check(self) -> None:
         """Raise AssertionError unless the accounting equation holds: every block is counted once, and rightly."""
@@ -310,79 +272,8 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ inside
 
-    def _num_movable_tokens(self, sequence: _Sequence) -> int:
+    def _num_movable_tokens(self, sequence: SequenceBlocks) -> int:
         """Computed tokens that others can go on from: all, or those of full blocks."""
         if self.shares_partial_blocks:
             return sequence.num_computed_tokens
         return sequence.num_computed_tokens // self.block_size * self.block_size
-
-    def _take(self, count: int) -> list[int]:
-        block_ids = self.pool.allocate(count)
-        for block_id in block_ids:
-            self._num_written[block_id] = 0
-        if self._num_cached_free and self.prefix_cache is not None:
-            evicted = tuple(b for b in block_ids if self.prefix_cache.evict(b))
-            self._num_cached_free -= len(evicted)
-            if evicted and self.events is not None:
-                self.events.append(BlocksEvicted(evicted))
-        return block_ids
-
-    def _append(self, request_id: str, sequence: _Sequence, count: int) -> None:
-        block_ids = self._take(count)
-        if self.events is not None:
-            self.events.append(BlocksAllocated(request_id, len(sequence.block_ids), tuple(block_ids)))
-        sequence.block_ids.extend(block_ids)
-
-    def _share(self, request_id: str, sequence: _Sequence, prefix: Sequence[CachedBlock]) -> None:
-        block_ids = [entry.block_id for entry in prefix]
-        revived = self.pool.share(block_ids)
-        self._num_cached_free -= len(revived)
-        self._num_live_tokens += len(revived) * self.block_size
-        sequence.block_ids.extend(block_ids)
-        sequence.num_computed_tokens = len(block_ids) * self.block_size
-        sequence.num_cached_blocks = len(block_ids)
-        sequence.cached = prefix[-1]
-        if self.events is not None:
-            shared = BlocksShared(request_id, 0, tuple(block_ids), sequence.num_computed_tokens)
-            self.events.append(shared)
-
-    def _free_table(self, request_id: str) -> None:
-        sequence = self._sequences.pop(request_id)
-        self._release(sequence.block_ids)
-        if self.events is not None and sequence.block_ids:
-            self.events.append(BlocksFreed(request_id, tuple(sequence.block_ids)))
-
-    def _set_computed(self, sequence: _Sequence, num_computed_tokens: int) -> None:
-        size, written, block_ids = self.block_size, self._num_written, sequence.block_ids
-        position = sequence.num_computed_tokens
-        while position < num_computed_tokens:
-            index = position // size
-            block_id = block_ids[index]
-            filled = min(num_computed_tokens - index * size, size)
-            self._num_live_tokens += filled - written[block_id]
-            written[block_id] = filled
-            position = index * size + filled
-        sequence.num_computed_tokens = num_computed_tokens
-
-    def _release(self, block_ids: Sequence[int]) -> None:
-        cache = self.prefix_cache if self.prefix_cache is not None else ()
-        for block_id in self.pool.free(block_ids, worth_keeping=cache):
-            self._num_live_tokens -= self._num_written[block_id]
-            if block_id in cache:
-                self._num_cached_free += 1
-
-    def _cache_full_blocks(self, sequence: _Sequence, token_ids: Sequence[int], cache: PrefixCache) -> None:
-        entered = []
-        while (end := (sequence.num_cached_blocks + 1) * self.block_size) <= sequence.num_computed_tokens:
-            block_id = sequence.block_ids[sequence.num_cached_blocks]
-            tokens = token_ids[end - self.block_size : end]
-            sequence.cached, displaced = cache.insert(block_id, sequence.cached, tokens, sequence.salt)
-            sequence.num_cached_blocks += 1
-            if sequence.cached.block_id == block_id:
-                entered.append(block_id)
-            if displaced is not None and self.pool.ref_cnt[displaced] == 0:
-                self._num_cached_free -= 1
-            if displaced is not None and self.events is not None:
-                self.events.append(BlocksEvicted((displaced,)))
-        if entered and self.events is not None:
-            self.events.append(BlocksCached(tuple(entered)))
