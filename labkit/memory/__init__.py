@@ -2,9 +2,9 @@
 
 Exports :class:`BlockPool` (free list and reference counts), :class:`PrefixCache` (finding blocks by content),
 :class:`BlockStore` (the two together: blocks and what is in them), :class:`KVCacheManager` (block tables, sharing, copy
-on write), :class:`SwapSpace` (blocks in host memory) and :class:`KVCacheUsage` (the split of the slots); for comparison :class:`ContiguousKVManager` with its ways to reserve,
-over a :class:`FirstFitArena`. Schedulers see any of them as a :class:`KVAllocator`. Nothing here knows of requests,
-models or torch.
+on write), :class:`SwapSpace` (blocks in host memory) and :class:`KVCacheUsage` (the split of the slots); for comparison
+:class:`ContiguousKVManager` with its ways to reserve, over a :class:`FirstFitArena`. Schedulers see any of them as a
+:class:`KVAllocator`. Nothing here knows of requests, models or torch.
 """
 
 from .allocator import KVAllocator

@@ -19,7 +19,14 @@ class KVAllocator(Protocol):
     """
 
     block_size: int
-    events: list[Event] | None
+
+    @property
+    def events(self) -> list[Event] | None:
+        """Where the allocator says what it did: a list to record, None to save the time."""
+        ...
+
+    @events.setter
+    def events(self, events: list[Event] | None) -> None: ...
 
     @property
     def num_blocks(self) -> int: ...
