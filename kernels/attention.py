@@ -13,6 +13,7 @@ from .decode import decode_kernel
 from .dequantise import StoredPages, channels_a_scale, is_int4, scale_kind, stored
 from .pages import KVPages, QuantisedKVPages, check_attention_inputs
 from .prefill import prefill_kernel
+from .rope import launch_options
 from .tuning import DecodeTile, PrefillTile, decode_programs, decode_tile, prefill_tile, quantised_decode_tile
 
 FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -156,9 +157,10 @@ class KernelCall:
     tile: DecodeTile | PrefillTile
 
     def options(self) -> dict[str, Any]:
-        """How to compile: warps a program and, where the tile asks for it, a cap on registers a thread."""
+        """How to compile and launch: warps a program, early launch, and a cap on registers where the tile has one."""
         cap = {} if self.tile.max_registers is None else {"maxnreg": self.tile.max_registers}
-        return {"num_warps": self.tile.num_warps} | cap
+        early = {"launch_pdl": True} if self.constants.get("EARLY") else {}
+        return {"num_warps": self.tile.num_warps} | cap | early
 
     def run(self) -> None:
         self.kernel[self.grid](*self.arguments, **self.constants, **self.options())
@@ -242,6 +244,7 @@ class AttentionLaunch:
             ROWS=rows, PARTS=min(8, max(1, 1024 * tile.num_warps // (rows * self.dv))),
             STAGES=tile.num_stages, MULTI_QUERY=max_query_len > 1,
             TRANSPOSED=not isinstance(self.kv, KVPages) or tile.block_m < 16,
+            EARLY=launch_options(self.q.device)["EARLY"],
         )  # fmt: skip
         return KernelCall(decode_kernel, (programs,), arguments, self.constants() | self.formats() | constants, tile)
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,8 @@ def example_call(
     launch = AttentionLaunch(q, kv, table, lens, starts, out, dim_k**-0.5, None, None, None, group, dk, dv, tails)
     decode = decode_tile_for(kv, capability, group, max(dim_k, dim_v), pairs_per_sm, dtype.itemsize)
     if kind == "decode":
-        return launch.decode(tile or decode, Workspace.with_capacity(4096, dv, torch.device("meta")), 1, 1)
+        call = launch.decode(tile or decode, Workspace.with_capacity(4096, dv, torch.device("meta")), 1, 1)
+        return replace(call, constants=call.constants | {"EARLY": capability >= 90})
     tile = tile or prefill_tile_for(kv, capability, group, max(dim_k, dim_v), dtype.itemsize)
     return launch.prefill(tile, decode.block_m)
 

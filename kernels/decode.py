@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .decode_quantised import attend_quantised
 from .softmax import LOWEST, capped, store_output
@@ -167,8 +168,11 @@ def decode_kernel(
     STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr, MULTI_QUERY: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr, K_INT4: tl.constexpr, K_SCALE: tl.constexpr, K_CHANNELS: tl.constexpr,
-    V_INT4: tl.constexpr, V_SCALE: tl.constexpr, V_CHANNELS: tl.constexpr,
+    V_INT4: tl.constexpr, V_SCALE: tl.constexpr, V_CHANNELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:  # launched while the kernel before still ran (rope.py); one that is launched so may follow at once
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
 
