@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from labkit.memory import CachedBlock, KVAllocator
+from labkit.memory import KVAllocator
 from labkit.observe import RequestFinished, RequestPreempted
 
 from .config import PreemptionCost, SchedulerConfig
-from .request import Request, RequestStatus, forked_id
+from .request import Request, RequestStatus
+from .request_queues import RequestQueues
 from .step import ScheduledRequest, StepPlan, StepResult
+from .swap_traffic import SwapTraffic
 
 MAX_PREEMPTIONS = 3
 """After this many, a request waits until all that run, and it, can reach their full length."""
@@ -44,24 +45,20 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.preemption_cost = PreemptionCost()  # replace it by what was measured
-        self.running: list[Request] = []  # both lists in order of (priority, arrival)
-        self.waiting: list[Request] = []
-        self._families: dict[str, list[Request]] = {}  # unfinished sequences by the id of their request
-        self._num_added = 0
+        self._queues = RequestQueues()
+        self.running, self.waiting = self._queues.running, self._queues.waiting  # in the order of service
         self.num_steps = 0
         self._ended_ids: list[str] = []
-        self._swap_outs: list[tuple[int, int]] = []  # of the plan that is being made
-        self._swap_ins: list[tuple[int, int]] = []
-        self._on_their_way: dict[int, list[Request]] = {}  # by the step that moves their blocks, until it has ended
+        self._swaps = SwapTraffic(kv)
         self._watermark_blocks = math.ceil(config.watermark * kv.num_blocks)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._families)
+        return bool(self._queues)
 
     def unfinished(self, request_id: str) -> list[Request]:
         """The unfinished sequences of a request: itself, and what was forked from it."""
-        return list(self._families.get(request_id, ()))
+        return self._queues.family(request_id)
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -79,35 +76,24 @@ class Scheduler:
             raise ValueError(f"n must be <= max_num_seqs ({self.config.max_num_seqs}), got {n}")
         if n > 1 and not self.kv.can_share:
             raise ValueError(f"n must be 1 with an allocator that cannot share blocks, got {n}; use the paged one")
-        own_ids = {forked_id(request.request_id, i) for i in range(n)}
-        taken = self._families.keys() & {*own_ids, request.request_id.rpartition("#")[0]}
-        if taken or request.request_id in self.kv:
+        if self._queues.has_id_of(request) or request.request_id in self.kv:
             raise ValueError(f"request_id {request.request_id!r} is already in use by an unfinished request")
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError as :meth:`validate` does."""
         self.validate(request)
-        self._num_added += 1
-        request.queue_key = (request.priority, self._num_added, 0)
         request.max_num_tokens = request.max_total_tokens(self.config.max_model_len)
-        self._families[request.request_id] = [request]
-        insort(self.waiting, request, key=_queue_key)
+        self._queues.add(request)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request now, wherever it stands, and free its blocks."""
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+        was_running = request.status is RequestStatus.RUNNING
+        self._queues.finish(request)
+        if was_running:
             self._give_back(request)
-        else:
-            self.waiting.remove(request)
-            if request.num_computed_tokens:
-                self.kv.free(request.request_id)
-        request.status = RequestStatus.FINISHED
+        elif request.num_computed_tokens:  # they are in host memory
+            self.kv.free(request.request_id)
         request.finish_reason, request.stop_reason = reason, stop_reason
-        family_id = request.parent_id or request.request_id
-        self._families[family_id].remove(request)
-        if not self._families[family_id]:
-            del self._families[family_id]
         self._ended_ids.append(request.request_id)
         self._record(RequestFinished(request.request_id, reason, request.num_output_tokens))
 
@@ -133,7 +119,7 @@ class Scheduler:
             new_copies = self.kv.extend(request.request_id, request.num_computed_tokens, num_tokens)
             if new_copies is None:
                 everyone_could_grow = False
-                if self._on_their_way:
+                if self._swaps:
                     index += 1
                 else:
                     self._preempt(self.running[-1])  # perhaps this very request: then the loop ends
@@ -152,13 +138,11 @@ class Scheduler:
                 if budget == 0:
                     break
 
-        swaps = tuple(self._swap_outs), tuple(self._swap_ins)
+        swaps = self._swaps.load(self.num_steps)
         plan = StepPlan(self.num_steps, tuple(scheduled), tuple(copies), tuple(self._ended_ids), *swaps)
         if not plan.is_empty:
             self.num_steps += 1
             self._ended_ids.clear()
-            self._swap_outs.clear()
-            self._swap_ins.clear()
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Request]:
@@ -192,9 +176,7 @@ class Scheduler:
 
         :meth:`update` does it; call this for a plan that will have no result.
         """
-        self.kv.land(plan.swap_outs, plan.swap_ins)
-        for request in self._on_their_way.pop(plan.step, ()):
-            request.is_arriving = False
+        for request in self._swaps.land(plan):
             if not done and request.status is not RequestStatus.FINISHED:
                 self._compute_again(request)
 
@@ -220,49 +202,35 @@ class Scheduler:
                 return
             if request.num_preemptions >= MAX_PREEMPTIONS and not self._all_can_end_with(request):
                 return
-            wants_logprobs = request.sampling_params.prompt_logprobs is not None
-            prefix = () if wants_logprobs else self.kv.match_prefix(request.token_ids, request.cache_salt)
-            if not (self._swap_in(request, prefix) if request.num_computed_tokens else self._admit(request, prefix)):
+            if not self._give_blocks(request):
                 return
-            self.waiting.pop(0)
+            self._queues.start_first()
             request.block_table = self.kv.block_table(request.request_id)
             request.num_computed_tokens = self.kv.num_computed_tokens(request.request_id)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
-            request.status = RequestStatus.RUNNING
-            insort(self.running, request, key=_queue_key)
             yield request
 
-    def _admit(self, request: Request, prefix: Sequence[CachedBlock]) -> bool:
+    def _give_blocks(self, request: Request) -> bool:
+        """Give a waiting request the blocks of its tokens, cached ones first; False if there are too few."""
+        keep_free = self._watermark_blocks if self.running else 0
+        wants_logprobs = request.sampling_params.prompt_logprobs is not None  # of tokens that a hit would not compute
+        prefix = () if wants_logprobs else self.kv.match_prefix(request.token_ids, request.cache_salt)
+        if request.num_computed_tokens:
+            return self._swaps.bring_back(request, prefix, keep_free)
         return self.kv.admit(
             request.request_id,
             request.num_tokens,
             max_total_tokens=request.max_num_tokens,
             prefix=prefix,
             salt=request.cache_salt,
-            keep_free=self._watermark_blocks if self.running else 0,
+            keep_free=keep_free,
         )
-
-    def _swap_in(self, request: Request, prefix: Sequence[CachedBlock]) -> bool:
-        copies = self.kv.swap_in(
-            request.request_id,
-            request.num_tokens,
-            prefix=prefix,
-            salt=request.cache_salt,
-            keep_free=self._watermark_blocks if self.running else 0,
-        )
-        if copies:
-            self._swap_ins += copies
-            self._on_their_way.setdefault(self.num_steps, []).append(request)
-            request.is_arriving = True
-        return copies is not None
 
     def _all_can_end_with(self, request: Request) -> bool:
         """Whether there are blocks for the full length of all that run, and of ``request`` besides."""
-        needed = self.kv.blocks_for(request.max_num_tokens)
-        for other in self.running:
-            needed += self.kv.blocks_for(other.max_num_tokens) - len(other.block_table)
-        return needed <= self.kv.num_free_blocks
+        to_come = sum(self.kv.blocks_for(r.max_num_tokens) - len(r.block_table) for r in self.running)
+        return self.kv.blocks_for(request.max_num_tokens) + to_come <= self.kv.num_free_blocks
 
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks; its tokens are kept, and what is computed of them if swapping is the cheaper way.
@@ -270,16 +238,11 @@ class Scheduler:
         What steps under way compute is lost.
         """
         num_computed_tokens = self.kv.num_computed_tokens(request.request_id)
-        copies = None
-        if self.preemption_cost.prefers_swap(self.kv.blocks_for(num_computed_tokens), num_computed_tokens):
-            copies = self.kv.swap_out(request.request_id)
-        if copies is None:
-            self._compute_again(request)
-        else:
-            self._swap_outs += copies
-            self._on_their_way.setdefault(self.num_steps, []).append(request)
-            request.num_computed_tokens = self.kv.num_computed_tokens(request.request_id)
+        prefers_swap = self.preemption_cost.prefers_swap(self.kv.blocks_for(num_computed_tokens), num_computed_tokens)
+        if prefers_swap and self._swaps.send_out(request):
             self._wait(request)
+        else:
+            self._compute_again(request)
         request.num_preemptions += 1
         self._record(RequestPreempted(request.request_id))
 
@@ -293,9 +256,7 @@ class Scheduler:
         """Have a request without blocks wait for its turn."""
         request.num_pending_tokens = 0
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-            request.status = RequestStatus.WAITING
-            insort(self.waiting, request, key=_queue_key)
+            self._queues.stop(request)
             self._ended_ids.append(request.request_id)
 
     def _take_samples(self, request: Request, result: StepResult) -> list[Request]:
@@ -316,8 +277,7 @@ class Scheduler:
             self.kv.fork(parent.request_id, child.request_id)
             child.block_table = self.kv.block_table(child.request_id)
             child.num_computed_tokens = self.kv.num_computed_tokens(child.request_id)
-            self._families[parent.request_id].append(child)
-            insort(self.running, child, key=_queue_key)
+            self._queues.add_fork(child, parent)
             children.append(child)
         return children
 
@@ -337,7 +297,3 @@ class Scheduler:
     def _record(self, event: RequestFinished | RequestPreempted) -> None:
         if self.kv.events is not None:
             self.kv.events.append(event)
-
-
-def _queue_key(request: Request) -> tuple[int, int, int]:
-    return request.queue_key

@@ -185,7 +185,7 @@ def test_soak_500_random_requests_on_a_tiny_pool(model, tokenizer, monkeypatch, 
         kv.check()
         assert kv.usage().num_referenced_blocks == 0
         assert not llm._in_flight._trackers and not llm._in_flight._inboxes
-        assert not llm.engine.scheduler._families and not llm.engine._under_way
+        assert not llm.engine.has_unfinished and not llm.engine._under_way
         executor = llm.engine.executor
         assert isinstance(executor, ModelExecutor)
         if executor.tail_rows is not None:  # those of the last step are taken back with the next
