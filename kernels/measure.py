@@ -30,32 +30,43 @@ def batch_lengths(name: str) -> list[int]:
     return [int(length)] * int(num_seqs)
 
 
-def time_calls(calls: Sequence[Callable[[], object]], window_ms: float = 5.0, windows: int = 5) -> float:
-    """Microseconds a call: `calls` (same work, different buffers) in one CUDA graph, median over timed windows."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+class Timer:
+    """`calls` (same work, different buffers) in one CUDA graph, to be timed by its replays."""
 
-    def run(times: int) -> float:
-        begin.record()
-        for _ in range(times):
-            graph.replay()
-        end.record()
+    def __init__(self, calls: Sequence[Callable[[], object]], window_ms: float):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls[:2]:
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        return begin.elapsed_time(end)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for call in calls:
+                call()
+        self.calls = len(calls)
+        self.begin, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._replay_ms(1)
+        self.replays = max(1, int(window_ms / max(self._replay_ms(1), 1e-3)))
 
-    run(1)
-    replays = max(1, int(window_ms / max(run(1), 1e-3)))
-    return 1e3 * statistics.median(run(replays) for _ in range(windows)) / replays / len(calls)
+    def _replay_ms(self, times: int) -> float:
+        self.begin.record()
+        for _ in range(times):
+            self.graph.replay()
+        self.end.record()
+        torch.cuda.synchronize()
+        return self.begin.elapsed_time(self.end)
+
+    def microseconds(self) -> float:
+        """Time of one call, from one window of replays."""
+        return 1e3 * self._replay_ms(self.replays) / self.replays / self.calls
+
+
+def time_calls(calls: Sequence[Callable[[], object]], window_ms: float = 5.0, windows: int = 5) -> float:
+    """Microseconds a call: median over timed windows."""
+    timer = Timer(calls, window_ms)
+    return statistics.median(timer.microseconds() for _ in range(windows))
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,7 @@ def bench_kernels_command(
     if tune:
         from labkit.kernels import tune as kernel_tune
 
-        if out is not None or only is not None:
-            raise ValueError("--tune prints its candidates and takes neither --out nor --only")
-        kernel_tune.run(None)
+        kernel_tune.run(only, out)
         return
     results = kernel_bench.run(only)
     if out is not None:
