@@ -237,12 +237,13 @@ class AttentionLaunch:
         programs = min(decode_programs(pairs, tile.programs_per_sm, num_sms), slots_for)
         arguments = (
             *self.tensors(), workspace.partial_acc, workspace.partial_m, workspace.partial_l, workspace.arrivals,
-            self.seq_lens.shape[0], self.q.shape[0], triton.cdiv(tile.min_tokens, tile.block_n), *self.scalars(),
+            self.seq_lens.shape[0], self.q.shape[0], *self.scalars(),
         )  # fmt: skip
         constants = dict(
             NUM_KV_HEADS=self.kv.num_kv_heads, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             ROWS=rows, PARTS=min(8, max(1, 1024 * tile.num_warps // (rows * self.dv))),
-            STAGES=tile.num_stages, MULTI_QUERY=max_query_len > 1,
+            MIN_TILES=triton.cdiv(tile.min_tokens, tile.block_n), STAGES=tile.num_stages,
+            MULTI_QUERY=max_query_len > 1,
             TRANSPOSED=not isinstance(self.kv, KVPages) or tile.block_m < 16,
             EARLY=launch_options(self.q.device)["EARLY"],
         )  # fmt: skip

@@ -156,16 +156,16 @@ def merge_parts(
 
 
 # Sizes that change from step to step: not specialised, so that no batch size compiles a kernel of its own.
-@triton.jit(do_not_specialize=["num_seqs", "num_rows_out", "min_tiles", "window", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "num_rows_out", "window", "table_stride"])
 def decode_kernel(
     q, k, v, block_table, seq_lens, query_start_loc, tail_rows, sinks, out,
     partial_acc, partial_m, partial_l, arrivals,
-    num_seqs, num_rows_out, min_tiles, window, inner_scale, score_scale,
+    num_seqs, num_rows_out, window, inner_scale, score_scale,
     q_token, q_head, out_token, out_head, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr, MULTI_QUERY: tl.constexpr,
+    MIN_TILES: tl.constexpr, STAGES: tl.constexpr, SAME_STRIDES: tl.constexpr, MULTI_QUERY: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOWED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr, K_INT4: tl.constexpr, K_SCALE: tl.constexpr, K_CHANNELS: tl.constexpr,
     V_INT4: tl.constexpr, V_SCALE: tl.constexpr, V_CHANNELS: tl.constexpr, EARLY: tl.constexpr,
@@ -186,9 +186,9 @@ def decode_kernel(
     line_end = tl.cumsum(all_tiles, 0) * NUM_KV_HEADS
     total = tl.sum(all_tiles, 0) * NUM_KV_HEADS
 
-    # Equal shares for as many programs as get min_tiles each. When whole pairs fit about as well (sequences of equal
+    # Equal shares for as many programs as get MIN_TILES each. When whole pairs fit about as well (sequences of equal
     # length), as many programs as take the same number of whole pairs, so that none is cut.
-    sharers = tl.maximum(tl.minimum(num_programs, total // min_tiles), 1)
+    sharers = tl.maximum(tl.minimum(num_programs, total // MIN_TILES), 1)
     pairs = tl.sum((all_tiles > 0).to(tl.int32), 0) * NUM_KV_HEADS
     pairs_each = tl.maximum((pairs + sharers - 1) // sharers, 1)
     if (pairs % pairs_each == 0) & (pairs_each * tl.max(all_tiles, 0) * 16 <= (total // sharers) * 17):
