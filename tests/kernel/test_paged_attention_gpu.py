@@ -55,6 +55,27 @@ def test_repeated_runs_agree_bit_for_bit(paged_batch):
         assert torch.equal(first, batch.kernel())
 
 
+def test_calls_that_feed_each_other_wait_for_each_other(paged_batch):
+    """Each call may be launched while the one before still runs (rope.launch_options), and reads what that one wrote."""
+    from labkit.kernels import Workspace, paged_attention
+
+    batch = paged_batch((8, 2, 128, 128), [900, 30, 2000, 5], [1] * 4, dtype=torch.bfloat16)
+    workspace = Workspace.allocate(128, "cuda")
+    options = {"scale": 2.0, "max_query_len": 1, "workspace": workspace}  # large: what comes in decides what comes out
+
+    def chain(between) -> torch.Tensor:
+        outs = [torch.full_like(batch.q, torch.nan) for _ in range(20)]
+        for q, out in zip([batch.q, *outs], outs, strict=False):
+            paged_attention(q, batch.kv, *batch.metadata, **options, out=out)
+            between()
+        return torch.stack(outs)
+
+    alone = chain(torch.cuda.synchronize)
+    assert alone.isfinite().all()
+    for _ in range(5):
+        assert torch.equal(chain(lambda: None), alone)
+
+
 def test_cuda_graph_replay_follows_new_lengths(paged_batch, tolerance):
     from labkit.kernels import Workspace
 

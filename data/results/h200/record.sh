@@ -9,7 +9,7 @@
 # Afterwards: copy the JSON files here and rewrite the pages that show them (see data/README.md).
 set -u
 out=$1; shift
-parts=${*:-tests kernels quant formats combined claims serve quality heads}
+parts=${*:-tests memcheck kernels quant formats combined claims serve quality heads}
 mkdir -p "$out"
 cd "$(dirname "$0")/../../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -27,6 +27,7 @@ tests() {
     limited 240 tests_kernel $run tests/kernel
     limited 150 tests_engine $run tests/parity tests/unit tests/property
 }
+memcheck() { limited 170 memcheck python3 tests/kernel/memcheck.py "$out/memcheck.json" 140; }
 kernels() { limited 150 kernels python3 -m labkit.kernels.bench --json "$out/kernels.json" --only decode prefill mixed write swap steps; }
 quant() { limited 120 quant python3 -m labkit.kernels.bench --json "$out/quant.json" --no-peers --only quantised quantised-write quantised-prefill; }
 formats() { limited 120 formats python3 -m labkit.experiments.kv_formats "$out/quant.json"; }  # under "engine"
