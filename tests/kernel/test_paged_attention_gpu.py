@@ -56,7 +56,7 @@ def test_repeated_runs_agree_bit_for_bit(paged_batch):
 
 
 def test_calls_that_feed_each_other_wait_for_each_other(paged_batch):
-    """Each call may be launched while the one before still runs (rope.launch_options), and reads what that one wrote."""
+    """Each call may be launched while the one before still runs (rope.py), and reads what that one wrote."""
     from labkit.kernels import Workspace, paged_attention
 
     batch = paged_batch((8, 2, 128, 128), [900, 30, 2000, 5], [1] * 4, dtype=torch.bfloat16)
