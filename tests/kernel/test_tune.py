@@ -33,7 +33,7 @@ class SmallCase:
         from labkit.kernels import Workspace
 
         self.kv, (table, self.lens, self.starts), self.q = batch.kv, batch.metadata, batch.q
-        self.out, self.scale, self.tables = torch.empty_like(batch.q), 0.25, [table, table.clone()]
+        self.out, self.scale, self.tables = torch.empty_like(batch.q), 0.25, [table]
         self.workspace = Workspace.allocate(16, batch.device)
 
     def kv_bytes(self):
@@ -41,9 +41,9 @@ class SmallCase:
 
 
 def test_rows_of_a_batch(tune, paged_batch, monkeypatch):
-    case = SmallCase(paged_batch((4, 2, 16, 16), [70, 33], [1, 1]))
+    case = SmallCase(paged_batch((4, 2, 16, 16), [33, 17], [1, 1]))
     shipped = DecodeTile(16, 16, 4, 2, 1, 16)
-    monkeypatch.setattr(tune, "DECODE_CASES", [(case.heads, "2x70")])
+    monkeypatch.setattr(tune, "DECODE_CASES", [(case.heads, "2x33")])
     monkeypatch.setattr(tune, "SHAPES", {case.heads: [(16, 32, 2, 2), (8, 16, 2, 2), (16, 64, 2, 2)]})
     monkeypatch.setattr(tune, "shipped_decode", lambda *of: shipped)
     monkeypatch.setattr(tune, "Case", lambda *of: case)
@@ -52,8 +52,8 @@ def test_rows_of_a_batch(tune, paged_batch, monkeypatch):
     properties = type("Properties", (), {"shared_memory_per_multiprocessor": 200_000})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     usage = {
-        job: {"registers": 200, "spill_bytes": 8 * (job[4].block_n == 64), "shared_bytes": 90_000}
-        for job in tune.decode_jobs(90, 2, case.heads, "2x70")
+        job: {"registers": 200, "spill_bytes": 8 * (job[4].block_n == 64), "shared_bytes": 150_000}
+        for job in tune.decode_jobs(90, 2, case.heads, "2x33")
     }
     (rows,) = tune.tune_decode(None, usage, 4000.0)
     assert rows[0]["tile"]["block_n"] == 16 and rows[0]["ratio"] == 1.0
