@@ -36,6 +36,7 @@ from .measure import (
     time_calls,
 )
 from .peers import decode_peers, prefill_peers
+from .result_file import write_results
 
 Heads = tuple[int, int, int]
 MHA, GQA, MQA, SMOLLM2 = (32, 32, 128), (32, 8, 128), (32, 1, 128), (9, 3, 64)
@@ -245,15 +246,19 @@ def provenance() -> dict[str, str]:
     }
 
 
-def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str], object] = print) -> dict[str, Any]:
+def run(
+    only: list[str] | None = None, peers: bool = True, show: Callable[[str], object] = print, out: Path | None = None
+) -> dict[str, Any]:
     """Measure everything on the current GPU, or the named groups of ops, and return the table with its provenance.
 
-    Quantised pages have a table of their own (quant.json): their groups run only when they are named.
+    Quantised pages have a table of their own (quant.json): their groups run only when they are named. The JSON file
+    ``out`` has after each row all that were measured, beside what others keep there under other names.
 
     Raises RuntimeError without a CUDA device: there is nothing to measure in an interpreter.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("labkit bench kernels needs a CUDA device; tests run the kernels in Triton's interpreter")
+    beside = json.loads(out.read_text()) if out is not None and out.exists() else {}
     pool = PagePool.allocate(4.5)
     ceiling = read_ceiling_gbps(pool)
     groups = {
@@ -277,20 +282,18 @@ def run(only: list[str] | None = None, peers: bool = True, show: Callable[[str],
         for one in groups[name]():
             rows.append(one)
             show(" ".join(f"{value}" for value in one.values()))
+            if out is not None:
+                write_results(out, beside | result | {"rows": rows})
     return result | {"rows": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument(
-        "--only", nargs="+", help="decode, prefill, mixed, write, swap, steps, quantised, quantised-write"
-    )
+    parser.add_argument("--only", nargs="+", help="groups of ops; an unknown name lists all")
     parser.add_argument("--no-peers", action="store_true", help="leave out torch SDPA, flashinfer and flash-attn")
     options = parser.parse_args()
-    result = run(options.only, not options.no_peers)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    run(options.only, not options.no_peers, out=options.json)
 
 
 if __name__ == "__main__":

@@ -151,14 +151,14 @@ def _save(out: Path | None, rows: Sequence[dict[str, Any]] | dict[str, Any]) -> 
     if out is None:
         return
     from .provenance import provenance
+    from .result_file import replace_text
 
     tables = rows if isinstance(rows, dict) else {"rows": rows}
     parts = [f'"provenance": {json.dumps(provenance("cpu"))}']
     for name, table in tables.items():
         lines = ",\n  ".join(json.dumps(_rounded(row)) for row in table)
         parts.append(f'"{name}": [\n  {lines}\n ]')
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("{\n " + ",\n ".join(parts) + "\n}\n", encoding="utf-8")
+    replace_text(out, "{\n " + ",\n ".join(parts) + "\n}\n")
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pandas as pd
 import torch
 
 from .provenance import provenance
+from .result_file import read_results, write_results
 
 Row = dict[str, Any]
 _KEYS = ("part", "name", "num_kv_heads", "batch", "context")  # what tells rows apart
@@ -29,8 +29,7 @@ class HeadsResults:
         """Raises ValueError if the file at ``path`` was measured on another device or model."""
         source = provenance(device) | {"model": model_name, "perplexity_dtype": "float32"}
         rows = []
-        if path.exists():
-            earlier = json.loads(path.read_text())
+        if earlier := read_results(path, "rows"):
             for key in ("gpu", "model"):
                 if earlier["provenance"][key] != source[key]:
                     raise ValueError(
@@ -52,8 +51,7 @@ class HeadsResults:
             self.rows[same[0]] = row
         else:
             self.rows.append(row)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"provenance": self.source, "rows": self.rows}, indent=1) + "\n")
+        write_results(self.path, {"provenance": self.source, "rows": self.rows})
 
 
 def heads_tables(rows: list[Row]) -> dict[str, pd.DataFrame]:

@@ -5,9 +5,9 @@ python -m labkit.experiments.kv_formats quant.json     Llama-2-7B's shape, rando
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from labkit.kv_math import GIB
 from labkit.models import random_model
 
 from .provenance import provenance
+from .result_file import read_results, write_results
 from .serving import run_requests
 from .serving_workload import ServeRequest
 
@@ -27,12 +28,12 @@ Row = dict[str, Any]
 
 KV_FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},
-    "fp8": {"kv_cache_dtype": "fp8"},
     "int8": {"kv_cache_dtype": "int8"},
-    "int4": {"kv_cache_dtype": "int4", "block_size": 32},
     "int8, dequantised before attention": {"kv_cache_dtype": "int8", "attention_backend": "unfused"},
+    "int4": {"kv_cache_dtype": "int4", "block_size": 32},
+    "fp8": {"kv_cache_dtype": "fp8"},
 }
-"""Options of :class:`LLM` for each format; the last is the unfused way, which reads and writes a 16-bit copy."""
+"""Options of :class:`LLM` for each format; one is the unfused way, which reads and writes a 16-bit copy."""
 
 
 def kv_formats(
@@ -42,14 +43,15 @@ def kv_formats(
     context: int = 1024,
     num_output_tokens: int = 512,
     formats: Mapping[str, Mapping[str, Any]] = KV_FORMATS,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Tokens/s of each KV format in a pool of ``pool_bytes``: at the batch that bf16 has there, and at all that fit.
 
     All requests are there at once and have one length, ``context`` tokens at their end, most of it decoded one by one,
-    so that reading K and V is what takes the time. A format that cannot run says why under ``not_measured``; the
-    first, which the others are compared with, has to run.
+    so that reading K and V is what takes the time. Rows come as they are measured; ``measured_in_s`` has warm-up and
+    all in it. A format that cannot run says why under ``not_measured``; the first, which the others are compared with,
+    has to run.
     """
-    rows: list[Row] = []
+    first: float | None = None
     equal_batch = 0
     for name, options in formats.items():
         row: Row = {"op": "serving", "kv_format": name, "pool_bytes": pool_bytes, "context": context}
@@ -60,22 +62,26 @@ def kv_formats(
             most = num_blocks // (-(-context // block_size) + 1)  # with the block that the watermark may ask for
             equal_batch = equal_batch or most
             for batch in sorted({equal_batch, most}):
+                start = time.perf_counter()
                 rate = _serve_in_pool(model, batch, num_blocks, context, num_output_tokens, options)
-                first = rows[0]["tokens_per_second"] if rows else rate
+                first = first or rate
                 figures = {"tokens_per_second": rate, "ratio_to_first": rate / first}
-                rows.append(row | {"batch": batch, "num_blocks": num_blocks} | figures)
-        except (ValueError, RuntimeError) as error:
-            if not rows:
+                figures["measured_in_s"] = time.perf_counter() - start
+                yield row | {"batch": batch, "num_blocks": num_blocks} | figures
+        except Exception as error:  # whatever it is, the other formats are still to come
+            if first is None:
                 raise
-            rows.append(row | {"not_measured": str(error)})
-    return rows
+            yield row | {"not_measured": f"{type(error).__name__}: {error}"}
 
 
-def record_kv_formats(path: Path, rows: Sequence[Row], made: Row) -> None:
-    """Put ``rows`` of :func:`kv_formats` under "engine" in the JSON file at ``path``, beside what it holds."""
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    stored["engine"] = {"provenance": made, "rows": list(rows)}
-    path.write_text(json.dumps(stored, indent=1) + "\n")
+def record_kv_formats(path: Path, rows: Iterable[Row], made: Row) -> list[Row]:
+    """Put ``rows`` of :func:`kv_formats`, as they come, under "engine" in the JSON file at ``path``; returns them."""
+    stored, done = read_results(path), []
+    for row in rows:
+        done.append(row)
+        print(" ".join(f"{value}" for value in row.values()), flush=True)
+        write_results(path, stored | {"engine": {"provenance": made, "rows": done}})
+    return done
 
 
 def _serve_in_pool(

@@ -17,7 +17,8 @@ from .fp8_quality import fp8_ablation, fp8_ablation_emulated
 from .kv_failures import failure_table, key_bias_quality
 from .kv_quality import Row
 from .provenance import provenance
-from .recorded_quality import CALIBRATION_TOKENS, HOW, NUM_TOKENS, TEXT, embedded_setup, write_results
+from .recorded_quality import CALIBRATION_TOKENS, HOW, NUM_TOKENS, TEXT, embedded_setup
+from .result_file import write_results
 from .sensitivity import layer_sensitivity
 
 _KEY_BIASES = (0.0, 20.0, 40.0)

@@ -5,7 +5,6 @@ labkit experiment quality     measures what is missing, in fp32; rows that are t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from .kv_windows import cache_spec
 from .provenance import provenance
 from .quality_policies import quality_policies
 from .recorded import results
+from .result_file import read_results, write_results
 
 TEXT = "text/persuasion_excerpt_320k.txt"
 NUM_TOKENS = 16384
@@ -48,7 +48,9 @@ def record_quality(
         raise ValueError(f"policies must be among {', '.join(policies)}, got {', '.join(sorted(unknown))}")
     text = Path(TEXT).name
     shared: Row = {"text": text, "tokens": num_tokens, "ctx": ctx, "block_size": 32}
-    kept = [row for row in _rows(path) if shared.items() <= row.items() and _is_current(row)]
+    kept = [
+        row for row in read_results(path, "rows").get("rows", []) if shared.items() <= row.items() and _is_current(row)
+    ]
     done = {row["policy"] for row in kept}
     missing = [name for name in policies if name not in done and (only is None or name in only)]
     if not missing and done:
@@ -87,10 +89,6 @@ def recorded_quality() -> list[Row]:
     return results("quality.json")["rows"]
 
 
-def _rows(path: Path) -> list[Row]:
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
 def _is_current(row: Row) -> bool:
     """Whether the policy of that name is still the one that was measured."""
     if row["policy"] == "unquantised":
@@ -102,9 +100,3 @@ def _is_current(row: Row) -> bool:
         policy.rotate,
         [number for number, _, _ in policy.exceptions],
     )
-
-
-def write_results(path: Path, record: dict[str, Any]) -> None:
-    """``record`` as JSON, folders made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,17 +9,17 @@ from typing import Any
 
 import pandas as pd
 
+from .result_file import read_results, write_results
 from .serving import ServeRow
 
 
 def save_rows(path: Path, rows: Sequence[ServeRow], provenance: dict[str, Any]) -> None:
     """Add ``rows`` to the JSON file at ``path``, in place of earlier ones that say the same but for the figures."""
-    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
+    earlier = read_results(path, "rows").get("rows", [])
     new = [asdict(row) for row in rows]
     replaced = {_identity(row) for row in new}
     kept = [row for row in earlier if _identity(row) not in replaced]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"provenance": provenance, "rows": kept + new}, indent=1) + "\n")
+    write_results(path, {"provenance": provenance, "rows": kept + new})
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -15,6 +14,8 @@ from typing import Any
 
 import pandas as pd
 from tqdm.auto import tqdm
+
+from labkit.ray_cluster import ray_cluster
 
 Configuration = Mapping[str, Any]
 """Keyword arguments, JSON values."""
@@ -51,13 +52,11 @@ def sweep(
             processes. It must have labkit installed.
 
     Rows stand in the order of ``configurations``. If some fail, the others are finished and kept, then RuntimeError
-    names those. Raises ValueError if ``workers`` < 1 or a configuration is no JSON, RuntimeError if Ray is not there.
+    names those. Raises ValueError if ``workers`` < 1 or a configuration is no JSON, ImportError if Ray is not there.
     """
     configurations = [dict(configuration) for configuration in configurations]
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be >= 1, got {workers}")
-    if ray_address is not None and importlib.util.find_spec("ray") is None:
-        raise RuntimeError("ray_address needs Ray: pip install 'kv-labkit[ray]'")
     files = [_result_file(folder, run, configuration) for configuration in configurations]
     results = [_read(file) for file in files]
     missing = {i: c for i, (c, result) in enumerate(zip(configurations, results, strict=True)) if result is None}
@@ -114,12 +113,7 @@ def _in_processes(run: Callable[..., Result], missing: Mapping[int, Configuratio
 
 
 def _on_ray(run: Callable[..., Result], missing: Mapping[int, Configuration], address: str) -> Iterator[Outcome]:
-    import ray  # pyright: ignore[reportMissingImports]
-
-    started_here = not ray.is_initialized()
-    if started_here:
-        ray.init(address=address, log_to_driver=False)
-    try:
+    with ray_cluster(address) as ray:
         remote = ray.remote(run)
         references = {remote.remote(**configuration): index for index, configuration in missing.items()}
         waiting = list(references)
@@ -128,10 +122,7 @@ def _on_ray(run: Callable[..., Result], missing: Mapping[int, Configuration], ad
             try:
                 yield references[ready], ray.get(ready), None
             except Exception as error:
-                yield references[ready], None, error
-    finally:
-        if started_here:
-            ray.shutdown()
+                yield references[ready], None, getattr(error, "cause", error)  # without the worker's traceback
 
 
 def _result_file(folder: str | Path | None, run: Callable[..., Result], configuration: Configuration) -> Path | None:

@@ -88,14 +88,13 @@ def test_a_kv_format_is_named_in_its_row(tiny_llama):
 
 def test_kv_formats_share_one_number_of_bytes(tiny_llama, tmp_path):
     formats = {"16 bit": {}, "int8": {"kv_cache_dtype": "int8"}, "int5": {"kv_cache_dtype": "int5"}}
+    path = tmp_path / "quant.json"
+    path.write_text('{"rows": [1]}')
     rows = kv_formats(tiny_llama, pool_bytes=1 << 17, context=32, num_output_tokens=4, formats=formats)
-    plain, equal, most, refused = rows
+    plain, equal, most, refused = record_kv_formats(path, rows, provenance("cpu"))
     assert plain["ratio_to_first"] == 1 and plain["batch"] == equal["batch"] < most["batch"]
     assert equal["num_blocks"] == most["num_blocks"] > 2 * plain["num_blocks"]
     assert refused["kv_format"] == "int5" and "kv_cache_dtype must be one of" in refused["not_measured"]
-    path = tmp_path / "quant.json"
-    path.write_text('{"rows": [1]}')
-    record_kv_formats(path, rows, provenance("cpu"))
     assert json.loads(path.read_text()).keys() == {"rows", "engine"}
 
 

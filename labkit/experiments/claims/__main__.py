@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from labkit.kv_math import model_shape
 from labkit.models import random_model
 
 from ..provenance import provenance
+from ..result_file import read_results, write_results
 from . import measurements as m
 
 
@@ -21,12 +22,20 @@ def main(
     shape: Annotated[str, typer.Option(help="model shape, random weights")] = "llama-2-7b",
     bandwidth: Annotated[float, typer.Option(help="measured read bandwidth of the GPU, GB/s")] = 4604.0,
 ) -> None:
-    """Measure on this GPU; figures that need none are computed anywhere."""
-    rows: list[m.Row] = []
+    """Measure on this GPU; figures that need none are computed anywhere. Rows of other claims in the file stay."""
+    rows: list[m.Row] = read_results(out, "rows").get("rows", [])
+    failed = []
 
-    def add(name: str, measure) -> None:
-        rows.extend(m.timed(measure, name, typer.echo))
-        out.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1), encoding="utf-8")
+    def add(name: str, measure: Callable[[], list[m.Row]]) -> None:
+        try:
+            new = m.timed(measure, name, typer.echo)
+        except Exception as error:  # whatever it is, the others are still to come
+            failed.append(name)
+            typer.echo(f"{name}: not measured: {type(error).__name__}: {error}")
+            return
+        claims = {row["claim"] for row in new}
+        rows[:] = [row for row in rows if row["claim"] not in claims] + new
+        write_results(out, {"provenance": provenance(), "rows": rows})
 
     add("FLOPs by KV heads", m.attention_flops)
     add("gain by spread of lengths", m.gain_by_spread)
@@ -40,6 +49,8 @@ def main(
     add("caches of transformers", lambda: m.cache_peaks(model, [128, 256, 512, 1024] * 2, 32))
     add("activations", lambda: m.activation_peaks(model, [512, 2048, 8192, 16384]))
     add("decode steps", lambda: m.decode_steps(model, bandwidth * 1e9))
+    if failed:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

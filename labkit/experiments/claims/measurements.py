@@ -70,9 +70,10 @@ def cache_peaks(model: PreTrainedModel, prompt_lens: Sequence[int], num_output_t
 
     def generate(cache: Any) -> None:
         forced: dict[str, Any] = dict(
-            max_new_tokens=num_output_tokens, min_new_tokens=num_output_tokens, do_sample=False
+            max_new_tokens=num_output_tokens, min_new_tokens=num_output_tokens, do_sample=False, pad_token_id=0
         )
-        cast(Any, model).generate(tokens, attention_mask=mask, past_key_values=cache, pad_token_id=0, **forced)
+        forced["disable_compile"] = True  # else StaticCache has the model compiled, for minutes
+        cast(Any, model).generate(tokens, attention_mask=mask, past_key_values=cache, **forced)
 
     rows = []
     for name, make in (
