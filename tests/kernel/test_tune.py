@@ -44,16 +44,17 @@ def test_rows_of_a_batch(tune, paged_batch, monkeypatch):
     case = SmallCase(paged_batch((4, 2, 16, 16), [33, 17], [1, 1]))
     shipped = DecodeTile(16, 16, 4, 2, 1, 16)
     monkeypatch.setattr(tune, "DECODE_CASES", [(case.heads, "2x33")])
-    monkeypatch.setattr(tune, "SHAPES", {case.heads: [(16, 32, 2, 2), (8, 16, 2, 2), (16, 64, 2, 2)]})
+    monkeypatch.setattr(tune, "SHAPES", {case.heads: [(16, 32, 2, 2), (8, 16, 2, 2, 128), (16, 64, 2, 2)]})
+    monkeypatch.setattr(tune, "ONE_A_PAIR", 3)
     monkeypatch.setattr(tune, "shipped_decode", lambda *of: shipped)
     monkeypatch.setattr(tune, "Case", lambda *of: case)
-    monkeypatch.setattr(tune, "device_limits", lambda device: (90, 2))
+    monkeypatch.setattr(tune, "device_limits", lambda device: (90, 1))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     properties = type("Properties", (), {"shared_memory_per_multiprocessor": 200_000})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     usage = {
         job: {"registers": 200, "spill_bytes": 8 * (job[4].block_n == 64), "shared_bytes": 150_000}
-        for job in tune.decode_jobs(90, 2, case.heads, "2x33")
+        for job in tune.decode_jobs(90, 1, case.heads, "2x33")
     }
     (rows,) = tune.tune_decode(None, usage, 4000.0)
     assert rows[0]["tile"]["block_n"] == 16 and rows[0]["ratio"] == 1.0
