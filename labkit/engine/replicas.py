@@ -9,9 +9,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+from labkit.core import ExecutorLost
+from labkit.ray_cluster import ray_cluster
 from labkit.scheduling import SamplingParams
 
 from .llm import LLM
@@ -83,25 +86,22 @@ class RayReplicas:
     """``num_replicas`` engines, each in a Ray actor with the GPUs that its ranks need. Needs the extra ``[ray]``."""
 
     def __init__(self, num_replicas: int, *, router: PrefixRouter | None = None, **llm_options: Any) -> None:
-        """``llm_options`` are those of :class:`LLM`. A cluster that runs is joined, else Ray starts on this machine.
+        """``llm_options`` are those of :class:`LLM`. Ray is joined or started as :func:`ray_cluster` says.
 
-        Raises ImportError if Ray is not installed; what a replica's LLM raises comes as ray.exceptions.RayError.
+        Raises ImportError if Ray is not installed, ValueError if the cluster is too small, and what LLM raises.
         """
-        try:
-            import ray  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError("RayReplicas needs Ray: pip install 'kv-labkit[ray]'") from error
-        self._ray = ray
         self.router = router or PrefixRouter(num_replicas)
         if len(self.router.loads) != num_replicas:
             raise ValueError(f"router must be for {num_replicas} replicas, got one for {len(self.router.loads)}")
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False)
-        on_gpu = llm_options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-        actor = ray.remote(num_gpus=llm_options.get("tensor_parallel_size", 1) if on_gpu else 0, num_cpus=1)(_Replica)
-        self._actors = [actor.remote(llm_options) for _ in range(num_replicas)]
+        self._actors: list[Any] = []
+        self._on_close = ExitStack()
+        self._ray = self._on_close.enter_context(ray_cluster())
         try:
-            ray.get([one.ready.remote() for one in self._actors])
+            resources = replica_resources(num_replicas, llm_options, self._ray.cluster_resources())
+            actor = self._ray.remote(**resources)(_Replica)
+            self._actors = [actor.remote() for _ in range(num_replicas)]
+            options = self._ray.put(llm_options)  # once, if a model is in them
+            self._results([one.start.remote(options) for one in self._actors])
         except BaseException:
             self.close()
             raise
@@ -109,14 +109,19 @@ class RayReplicas:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Route the prompts, have every replica generate for its share, and return the outputs in their order."""
+        """Route the prompts, have every replica generate for its share, and return the outputs in their order.
+
+        Raises ExecutorLost if a replica has died; what was routed to it is lost, and so is the call.
+        """
+        if not self._actors:
+            raise RuntimeError("these replicas are closed: make new ones")
         listed = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(listed) != len(prompts):
             raise ValueError(f"params must be one or as many as the {len(prompts)} prompts, got {len(listed)}")
         chosen = [self.router.route(prompt) for prompt in prompts]
         try:
             shares = [[i for i, one in enumerate(chosen) if one == replica] for replica in range(len(self._actors))]
-            answers = self._ray.get(
+            answers = self._results(
                 [
                     actor.generate.remote([prompts[i] for i in share], [listed[i] for i in share])
                     for actor, share in zip(self._actors, shares, strict=True)
@@ -130,10 +135,25 @@ class RayReplicas:
         return [outputs[i] for i in range(len(prompts))]
 
     def close(self) -> None:
-        """End the actors and their ranks."""
+        """End the actors and their ranks, and Ray if it was started for them. Safe to call twice."""
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors = []
+        self._on_close.close()
+
+    def _results(self, references: Sequence[Any]) -> list[Any]:
+        """One result of each replica; the first error ends the wait."""
+        waiting = list(references)
+        while waiting:
+            (ready,), waiting = self._ray.wait(waiting, num_returns=1)
+            try:
+                self._ray.get(ready)
+            except self._ray.exceptions.RayActorError as error:
+                number = references.index(ready)
+                raise ExecutorLost(
+                    f"replica {number} of {len(references)} died: make new RayReplicas ({str(error).splitlines()[0]})"
+                ) from error
+        return self._ray.get(list(references))
 
     def __enter__(self) -> RayReplicas:
         return self
@@ -142,14 +162,31 @@ class RayReplicas:
         self.close()
 
 
+def replica_resources(
+    num_replicas: int, llm_options: Mapping[str, Any], cluster: Mapping[str, float]
+) -> dict[str, int]:
+    """What Ray sets aside for each replica: a core, and a GPU a rank where the cluster has any.
+
+    Raises ValueError if ``cluster`` (its "CPU" and "GPU") has too few, since Ray would wait for them forever.
+    """
+    needed = {"num_cpus": 1, "num_gpus": 0}
+    if llm_options.get("device") != "cpu" and cluster.get("GPU", 0):
+        needed["num_gpus"] = llm_options.get("tensor_parallel_size", 1)
+    for name, resource in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        there = int(cluster.get(resource, 0))
+        if num_replicas * needed[name] > there:
+            raise ValueError(
+                f"num_replicas must be <= {there // needed[name]}, got {num_replicas}: each needs {needed[name]} "
+                f"{resource}s, and the Ray cluster has {there}"
+            )
+    return needed
+
+
 class _Replica:
     """What runs in an actor."""
 
-    def __init__(self, llm_options: dict[str, Any]) -> None:
+    def start(self, llm_options: dict[str, Any]) -> None:
         self._llm = LLM(**llm_options)
-
-    def ready(self) -> bool:
-        return True
 
     def generate(self, prompts: list[Prompt], params: list[SamplingParams | None]) -> list[RequestOutput]:
         if not prompts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 
 import pytest
 import torch
@@ -81,10 +80,10 @@ def test_weights_that_would_stay_as_they_are_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 def test_on_a_gpu_answers_stay_close_and_bytes_halve():
     from labkit.models import random_model
 
+    pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs sm_89")
     model = random_model(LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, vocab_size=512))

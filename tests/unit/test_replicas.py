@@ -1,16 +1,12 @@
-"""Which replica gets a request, and replicas as Ray actors where Ray is installed."""
+"""Which replica gets a request, and what a replica needs; replicas on a real Ray are in test_ray_cluster.py."""
 
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 
-from labkit.engine import LLM
-from labkit.engine.replicas import PrefixRouter, RayReplicas
-from labkit.scheduling import SamplingParams
+from labkit.engine.replicas import PrefixRouter, RayReplicas, replica_resources
 
 
 def test_requests_that_share_nothing_go_to_the_least_loaded():
@@ -60,67 +56,29 @@ def test_bad_numbers_are_refused(bad):
         PrefixRouter(**({"num_replicas": 1} | bad))
 
 
-@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
-def test_without_ray_the_extra_is_named():
+@pytest.mark.parametrize(
+    ("options", "cluster", "needed"),
+    [
+        ({}, {"CPU": 2.0}, {"num_cpus": 1, "num_gpus": 0}),
+        ({"device": "cpu"}, {"CPU": 2.0, "GPU": 8.0}, {"num_cpus": 1, "num_gpus": 0}),
+        ({"tensor_parallel_size": 4}, {"CPU": 64.0, "GPU": 8.0}, {"num_cpus": 1, "num_gpus": 4}),
+    ],
+)
+def test_a_replica_gets_a_gpu_for_each_of_its_ranks(options, cluster, needed):
+    assert replica_resources(2, options, cluster) == needed
+
+
+def test_more_replicas_than_the_cluster_has_room_for_are_refused():
+    with pytest.raises(ValueError, match="num_replicas must be <= 2, got 3: each needs 4 GPUs, and .* has 8"):
+        replica_resources(3, {"tensor_parallel_size": 4}, {"CPU": 64.0, "GPU": 8.0})
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"kv-labkit\[ray\]"):
         RayReplicas(1)
 
 
-OPTIONS = dict(num_gpu_blocks_override=32, max_num_seqs=4)
-PROMPTS = [[5, 6, 7] * 8, [9, 9], [5, 6, 7] * 9, [3]]
-PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-
-
-def _check_replicas(model) -> None:
-    """Two replicas give one engine's answers, in order, and find the prefix that one of them has seen."""
-    with LLM(model, **OPTIONS) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
-    with RayReplicas(2, model=model, device="cpu", **OPTIONS) as replicas:
-        got = replicas.generate(PROMPTS, PARAMS)
-        assert [output.outputs[0].token_ids for output in got] == expected
-        assert replicas.router.loads == [0, 0]
-        assert replicas.generate([[5, 6, 7] * 8 + [1]], PARAMS)[0].num_cached_tokens == 16
-
-
-class _RayInThisProcess:
-    """As much of Ray as replicas use; its actors are plain objects."""
-
-    def __init__(self) -> None:
-        self.killed = 0
-
-    is_initialized = staticmethod(lambda: True)
-    cluster_resources = staticmethod(dict)
-    get = staticmethod(lambda answers: answers)
-
-    def remote(self, **resources):
-        assert resources == {"num_gpus": 0, "num_cpus": 1}
-        return lambda cls: SimpleNamespace(remote=lambda *arguments: _Actor(cls(*arguments)))
-
-    def kill(self, actor) -> None:
-        self.killed += 1
-
-
-class _Actor:
-    def __init__(self, target) -> None:
-        self._target = target
-
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=getattr(self._target, name))
-
-
-def test_replicas_share_the_prompts_and_answer_in_their_order(tiny_llama, monkeypatch):
-    ray = _RayInThisProcess()
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    _check_replicas(tiny_llama)
-    assert ray.killed == 2
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'kv-labkit[ray]'")
-def test_replicas_as_ray_actors(tiny_llama):
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        _check_replicas(tiny_llama)
-    finally:
-        ray.shutdown()
+def test_a_router_for_another_number_of_replicas_is_refused():
+    with pytest.raises(ValueError, match="router must be for 2 replicas, got one for 3"):
+        RayReplicas(2, router=PrefixRouter(3))
