@@ -6,6 +6,7 @@ import time
 
 from labkit.scheduling import StepPlan, StepResult
 
+from .interrupts import interrupts_deferred
 from .messages import Collect, Reset, Result, Submit
 from .plan_codec import PlanEncoder
 from .ranks import Ranks
@@ -30,7 +31,8 @@ class RanksExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Send a step to every rank."""
         self._ranks.check()
-        self._ranks.broadcast(Submit(self._encoder.encode(plan)))
+        with interrupts_deferred():  # what was encoded must arrive
+            self._ranks.broadcast(Submit(self._encoder.encode(plan)))
 
     def collect(self) -> StepResult:
         """The oldest step's result, when rank 0 has it."""

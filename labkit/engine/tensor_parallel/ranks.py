@@ -17,6 +17,7 @@ from typing import Any
 
 from labkit.core import ExecutorLost
 
+from .interrupts import interrupts_deferred
 from .messages import Close, Failed
 from .torchrun import accept_ranks, is_torchrun
 
@@ -51,14 +52,20 @@ class Ranks:
             self.connections += accept_ranks(size)
 
     def broadcast(self, message: Any) -> None:
-        """Send to every rank."""
-        for rank in range(len(self.connections)):
-            self.send(rank, message)
+        """Send to every rank. If anything cuts this short the ranks are ended, as they would not be in one step."""
+        with interrupts_deferred():
+            try:
+                for rank in range(len(self.connections)):
+                    self.send(rank, message)
+            except BaseException:
+                self.kill()
+                raise
 
     def send(self, rank: int, message: Any) -> None:
         """Send to one rank."""
         try:
-            self.connections[rank].send(message)
+            with interrupts_deferred():
+                self.connections[rank].send(message)
         except OSError:
             raise self._lost(rank) from None
 
@@ -109,7 +116,9 @@ class Ranks:
         self.kill()
 
     def kill(self) -> None:
-        """End the ranks now."""
+        """End the ranks now. Safe to call twice."""
+        if not self.connections:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._launcher.pid, signal.SIGKILL)
         self._launcher.wait()
@@ -120,7 +129,8 @@ class Ranks:
 
     def _read(self, rank: int) -> Any:
         try:
-            return self.connections[rank].recv()
+            with interrupts_deferred():
+                return self.connections[rank].recv()
         except (EOFError, OSError):
             raise self._lost(rank) from None
 
@@ -135,7 +145,11 @@ class Ranks:
 
 
 def _environment(device_type: str) -> dict[str, str]:
-    environment = dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1")  # asking for GPUs must not spoil the fork
+    environment = dict(
+        os.environ,
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",  # asking for GPUs must not spoil the fork
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",  # or a thread of each rank waits for the rendezvous, which is removed
+    )
     package_root = str(Path(__file__).parents[3])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
     if device_type == "cpu":
