@@ -6,8 +6,7 @@ stand the closed form's prediction, the simulator's, and the claim of the articl
 
 from __future__ import annotations
 
-import gc
-import json
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,32 +15,24 @@ from typing import Any
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
-from labkit.engine import LLM
-from labkit.engine.kv_storage import KVStorage
 from labkit.kv_math import GIB, MODEL_SHAPES, ModelShape, model_shape
-from labkit.models import convert_kv_heads, embedded, load_model, random_model
+from labkit.models import embedded
 from labkit.simulation import DeviceCalibration, LengthTable, calibrate, recorded_rows
 
+from .combined_measure import ModelSource, measured, recorded_quality_of
 from .combined_rungs import LADDER, RUNGS, Rung
-from .combined_setting import GPU_MEMORY_UTILIZATION, Limits, Setting, serve_window
+from .combined_setting import Limits, Setting
 from .combined_traffic import LENGTHS
 from .provenance import provenance
-from .recorded import results
+from .result_file import Row, read_results, write_results
 
-Row = dict[str, Any]
 RungNames = Collection[str] | None
 
 SHAPES_TO_TRY = ("llama-2-13b", "llama-2-7b", "phi-3-mini", "smollm2-1.7b", "smollm2-360m", "smollm2-135m")
 """Largest first: on a GPU the first is taken that leaves room for three full requests."""
 
 _KEY = ("model", "memory_limit_gib", "context", "lengths", "rung")
-_POLICIES = {
-    "auto": "unquantised",
-    "int8": "int8 per token-head",
-    "int4": "int4 K per channel, V per token",
-}  # in data/results/quality.json
 
 
 def combined(
@@ -68,10 +59,10 @@ def combined(
         lengths: "full" (every request fills the context) or the name of a length table.
         rungs: names of :data:`RUNGS`; None is the ladder, and on table lengths also what the ablation adds to it.
             A mapping chooses for each length setting.
-        window, ramp: seconds that are measured, after seconds that are not; a static batch is always measured whole.
-            None is 10 and 1 on a GPU, 2 and 0 on a CPU.
-        out: a JSON file that is written after each row. Rows it has are not measured again, and predictions it has
-            are not made again.
+        window, ramp: seconds that are measured, after seconds that are not; a static batch is always measured whole,
+            from the first. None is 10 and 1 on a GPU, 2 and 0 on a CPU.
+        out: a JSON file that is written after each row. Rows it has are measured again only for a longer ``window``,
+            and predictions it has are not made again.
         calibration: of this device, for the predicted tokens/s; None is the recorded one on an H200, else none.
 
     ``predicted_concurrency`` is :func:`~labkit.kv_math.plan_capacity`'s pool under
@@ -84,20 +75,23 @@ def combined(
     if calibration is None and on_gpu and "H200" in torch.cuda.get_device_name():
         calibration = calibrate(recorded_rows())
     setting, rows = _plan(model, memory_limit, context, lengths, rungs, window, ramp, out, calibration, None)
-    source = _Source(setting)
-    due = [row for row in rows if row.get("tokens_per_second") is None]
+    source = ModelSource(setting)
+    due = [row for row in rows if row.get("tokens_per_second") is None or row["window_s"] < window]
     # Each model is made once, and what the articles speak of comes first, should time run out.
     due.sort(key=lambda row: (RUNGS[row["rung"]].few_kv_heads, RUNGS[row["rung"]] not in LADDER[:5]))
     for row in tqdm(due, desc="Rungs", unit="rung", disable=not progress):
-        rung = RUNGS[row["rung"]]
-        row["not_measured"] = None
+        rung, start = RUNGS[row["rung"]], time.perf_counter()
         try:
-            row |= _measured(source.model(rung), setting, rung, row, window, ramp)
-        except (NotImplementedError, ValueError, RuntimeError) as error:
-            row["not_measured"] = f"{type(error).__name__}: {error}"
-        if source.is_real and rung.kv_cache_dtype in _POLICIES:
-            row |= _quality(_POLICIES[rung.kv_cache_dtype])
+            row |= measured(source.model(rung), setting, rung, row, window, ramp) | {"not_measured": None}
+        except Exception as error:  # whatever it is, the other rungs are still to come
+            if row.get("tokens_per_second") is None:  # else what an earlier window found stands
+                row["not_measured"] = f"{type(error).__name__}: {error}"
+        row["measured_in_s"] = round(time.perf_counter() - start, 1)
+        if source.is_real:
+            row |= recorded_quality_of(rung)
         _save(out, rows, {"provenance": provenance()})
+        if progress:
+            tqdm.write(_in_words(row))
     return pd.DataFrame(rows)
 
 
@@ -143,7 +137,7 @@ def _plan(
         if kind != "full":
             LengthTable.load(kind)  # or ValueError, before anything is measured
     setting = _setting(model, memory_limit, context, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    earlier = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
+    earlier = [] if out is None else read_results(out, "rows").get("rows", [])
     known = {tuple(row[key] for key in _KEY): row for row in earlier}
     rows = []
     for kind in lengths:
@@ -212,91 +206,22 @@ def _blank(setting: Setting, rung: Rung, kind: str) -> Row:
     return row | {name: getattr(rung, name) for name in ("kv_cache_dtype", "kv_allocator", "scheduler")} | claims
 
 
-class _Source:
-    """The models of a setting, one at a time on the device."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.is_real = setting.shape.name == embedded.NAME
-        self._setting = setting
-        self._num_kv_heads = 0
-        self._model: PreTrainedModel | None = None
-
-    def model(self, rung: Rung) -> PreTrainedModel:
-        """The model with the rung's KV heads; of the embedded one copies of its heads, which change no logit."""
-        shape = self._setting.shape_of(rung)
-        if shape.num_kv_heads != self._num_kv_heads or self._model is None:
-            self._model = None  # its memory goes before the next takes any
-            gc.collect()
-            if self._setting.device == "cuda":
-                torch.cuda.empty_cache()
-            self._num_kv_heads = shape.num_kv_heads
-            if self.is_real:
-                model, _ = load_model(dtype=self._setting.dtype, device="cpu")
-                self._model = convert_kv_heads(model, shape.num_kv_heads, method="repeat")[0]
-            else:
-                self._model = random_model(shape, dtype=self._setting.dtype, device=self._setting.device)
-        return self._model
-
-
-def _measured(model: PreTrainedModel, setting: Setting, rung: Rung, row: Row, window: float, ramp: float) -> Row:
-    """The figures of one rung."""
-    limits = setting.limits(rung, row["lengths"])
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    with LLM(
-        model,
-        max_model_len=setting.context,
-        block_size=rung.block_size,
-        gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        enable_prefix_caching=rung.shares_prefix,
-        kv_cache_dtype=rung.kv_cache_dtype,
-        memory_limit=setting.memory_limit,
-        kv_allocator=rung.kv_allocator,
-        scheduler=rung.scheduler,
-    ) as llm:
-        llm.engine.trace = None
-        _fill_with_noise(llm)
-        who = setting.traffic(rung, row["lengths"])
-        figures = serve_window(llm.engine, who, row["predicted_concurrency"], window, ramp)
-        memory = llm.memory
-        figures["bytes_per_request"] = figures.pop("blocks_per_request") * memory.block_size * memory.bytes_per_token
-        figures |= {
-            "num_blocks": memory.num_blocks,
-            "bytes_per_token": memory.bytes_per_token,
-            "weights_bytes": memory.weights,
-            "set_aside_bytes": memory.activations + memory.graphs + memory.kv_tails,
-        }
-        if model.device.type == "cuda":
-            figures["peak_memory_gib"] = torch.cuda.max_memory_reserved() / GIB
-    return figures
-
-
-@torch.inference_mode()
-def _fill_with_noise(llm: LLM) -> None:
-    """Random K and V everywhere, so that nothing is faster than it would be with real ones."""
-    storage: KVStorage = llm.engine.executor.storage  # type: ignore[attr-defined]
-    for tensor in (*storage.tensors(), *storage.tails):
-        if tensor.is_floating_point():
-            tensor.uniform_(-1, 1)
-        else:
-            tensor.random_()
-
-
-def _quality(policy: str) -> Row:
-    """What the format costs the embedded model in perplexity, as recorded."""
-    found = next((row for row in results("quality.json").get("rows", []) if row["policy"] == policy), None)
-    return {"delta_ppl_percent": None if found is None else found["delta_ppl_percent"]}
-
-
 def _save(out: Path | None, rows: list[Row], sources: dict[str, Any]) -> None:
     """Put ``rows`` into the file, in place of those with the same key."""
     if out is None:
         return
-    document = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    document = read_results(out, "rows") or {"rows": []}
     ours = {tuple(row[key] for key in _KEY) for row in rows}
     others = [row for row in document["rows"] if tuple(row[key] for key in _KEY) not in ours]
-    document |= sources | {"rows": others + rows}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    write_results(out, document | sources | {"rows": others + rows})
+
+
+def _in_words(row: Row) -> str:
+    what = f"{row['model']}, {row['memory_limit_gib']:g} GiB, {row['lengths']}, {row['rung']}: "
+    if why := row["not_measured"]:
+        return f"{what}not measured: {why}"
+    reached = f"{row['max_concurrency']:.0f} at once ({row['predicted_concurrency']} predicted)"
+    reached += f", {row['tokens_per_second']:,.0f} tokens/s"
+    if predicted := row["predicted_tokens_per_second"]:
+        reached += f" ({predicted:,.0f})"
+    return f"{what}{reached}, in {row['measured_in_s']:.0f} s with a window of {row['window_s']:.1f} s"

@@ -66,13 +66,13 @@ class Load:
 def steady_window(load: Load, seconds: float, ramp: float = 0.0) -> dict[str, Any]:
     """Figures of at least ``seconds`` and 8 steps, after ``ramp`` seconds that do not count, on the executor's clock.
 
-    Static batches are counted whole: the window begins and ends between two. Averages are over time. ``drift`` is the
-    second half's tokens/s over the first's, minus 1.
+    Static batches are counted whole, from the first: the window begins and ends between two, and has no ramp. Averages
+    are over time. ``drift`` is the second half's tokens/s over the first's, minus 1.
     """
     engine = load.engine
     now = engine.executor.now
     start = now()
-    while now() - start < ramp or not load.may_cut:
+    while not load.is_static and now() - start < ramp:
         load.step()
 
     start = end = now()

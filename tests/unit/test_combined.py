@@ -88,7 +88,7 @@ def test_every_rung_runs_on_a_cpu_and_what_is_there_is_not_measured_again(tmp_pa
     sizes = [by_rung[name]["bytes_per_request"] for name in ("baseline", "+ paged", "+ GQA", "+ INT8 KV", "+ INT4 KV")]
     assert sizes == sorted(sizes, reverse=True)
 
-    monkeypatch.setattr("labkit.experiments.combined_ladder.LLM", None)  # measuring anything would fail
+    monkeypatch.setattr("labkit.experiments.combined_measure.LLM", None)  # measuring anything would fail
     again = combined(TINY, lengths=["full"], window=0.3, out=out, progress=False)
     assert again["tokens_per_second"].tolist() == rows["tokens_per_second"].tolist()
     assert json.loads(out.read_text())["provenance"]["gpu"] is None
