@@ -9,7 +9,7 @@
 # Afterwards: copy the JSON files here and rewrite the pages that show them (see data/README.md).
 set -u
 out=$1; shift
-parts=${*:-tests memcheck kernels quant formats combined claims serve quality heads}
+parts=${*:-tests memcheck kernels quant formats combined claims serve quality heads tp}
 mkdir -p "$out"
 cd "$(dirname "$0")/../../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -51,5 +51,9 @@ quality() {
     limited 120 sensitivity $cli experiment sensitivity --device cuda --out "$out/kv_sensitivity.json"
 }
 heads() { limited 300 heads $cli experiment heads --out "$out/heads.json"; }
+tp() {
+    if [ "$(nvidia-smi --list-gpus | wc -l)" -lt 2 ]; then echo "== tp needs two GPUs"; return; fi
+    limited 240 tp python3 -m labkit.experiments.tensor_parallel --out "$out/tp.json"
+}
 
 for part in $parts; do "$part"; done
