@@ -51,11 +51,13 @@ def simulated_serving(
 
     Requests longer than the model's context or its pool are left out and counted in ``num_too_long``. Times are
     simulated seconds, except ``took_s`` and ``took_cpu_s``: what the simulation itself took, and of that on its one
-    core. Raises ValueError for a
-    workload that is neither file nor table, and for ``speed_up`` <= 0.
+    core. Raises ValueError for a workload that is neither file nor table, or of whose requests none fits, for
+    ``num_requests`` < 1 and for ``speed_up`` <= 0.
     """
     if speed_up <= 0:
         raise ValueError(f"speed_up must be > 0, got {speed_up}")
+    if num_requests is not None and num_requests < 1:
+        raise ValueError(f"num_requests must be >= 1, or None for all, got {num_requests}")
     began, cpu_began = time.perf_counter(), time.process_time()
     arriving = load_workload(workload, num_requests, seed)
     shape = model_shape(model)
@@ -68,6 +70,8 @@ def simulated_serving(
     )
     max_model_len = min(shape.max_model_len, plan.num_tokens)
     fitting = arriving.fitting(max_model_len)
+    if not len(fitting):
+        raise ValueError(f"workload must have requests of at most {max_model_len} tokens, and {workload!r} has none")
     served = Workload(
         fitting.arrival_times / speed_up, fitting.num_prompt_tokens, fitting.num_output_tokens, fitting.hash_ids
     )

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from labkit.experiments.combined_document import FILE, PAGE, page
+from labkit.experiments.combined_equal_batch import equal_batch, record_equal_batch
 from labkit.experiments.combined_ladder import combined, predict_combined
 from labkit.experiments.combined_report import effects, ladder_table
 from labkit.experiments.combined_rungs import ABLATION, LADDER, RUNGS
@@ -104,6 +105,31 @@ def test_a_rung_that_cannot_run_says_why(tmp_path: Path):
             combined(TINY, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown length table"):
         combined(TINY, lengths=["short"])
+
+
+def test_a_longer_window_is_measured_anew_and_a_failure_loses_nothing(tmp_path: Path, monkeypatch):
+    out = tmp_path / "combined.json"
+    options: dict[str, Any] = {"lengths": ["full"], "rungs": ["+ GQA", "+ INT8 KV"], "out": out, "progress": False}
+    first = combined(TINY, window=0.1, **options)
+
+    def fail(*_: object) -> None:
+        raise KeyError("no such kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("labkit.experiments.combined_ladder.measured", fail)
+        kept = combined(TINY, window=0.3, **options)
+    assert kept["tokens_per_second"].tolist() == first["tokens_per_second"].tolist()
+    longer = combined(TINY, window=0.3, **options)
+    assert (longer["window_s"] >= 0.3).all() and longer["not_measured"].isna().all()
+
+
+def test_formats_at_equal_batch_stand_beside_the_rungs(tmp_path: Path, tiny_llama):
+    out = tmp_path / "combined.json"
+    out.write_text('{"rows": []}')
+    record_equal_batch(out, equal_batch(tiny_llama, 2, 8, ("auto", "int5", "int8"), num_gpu_blocks_override=40))
+    plain, unknown, int8 = json.loads(out.read_text())["equal_batch"]
+    assert plain["step_ms"] > 0 and int8["step_ms"] > 0
+    assert "kv_cache_dtype must be" in unknown["not_measured"]
 
 
 def made_up() -> pd.DataFrame:

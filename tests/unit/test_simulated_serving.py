@@ -48,6 +48,15 @@ def test_bad_arguments_are_refused() -> None:
         simulated_serving(workload="nowhere")
     with pytest.raises(ValueError, match="speed_up must be > 0, got 0"):
         simulated_serving(speed_up=0)
+    with pytest.raises(ValueError, match="num_requests must be >= 1, or None for all, got 0"):
+        simulated_serving(num_requests=0)
+
+
+def test_a_trace_of_which_nothing_fits_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "long.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5000, "output_length": 4, "hash_ids": [0]}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="workload must have requests of at most 4096 tokens, and '.*long.jsonl'"):
+        simulated_serving(workload=str(trace), model="llama-2-7b")
 
 
 def test_simulate_prints_and_saves_with_provenance(tmp_path: Path) -> None:
