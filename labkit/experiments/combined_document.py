@@ -32,15 +32,15 @@ before it has (INT4 takes the place of INT8). `labkit experiment combined` runs 
   ones cut to 4,096. The queue never runs dry.
 - **Steady state**: the same scheduler and allocator first step with an executor that computes nothing, from requests
   met under way (long outputs more often, each somewhere in the middle) until as many have left. Then the model takes
-  over in the middle. K and V are noise until then, which changes no time. After half a second that does not count the
-  window begins; static batches are counted whole. Tokens/s are generated tokens over wall time, prefill of newcomers
-  included.
+  over in the middle. K and V are noise until then, which changes no time. After a second that does not count the window
+  begins; static batches are counted whole, from the first. Tokens/s are generated tokens over wall time, prefill of
+  newcomers included.
 - **Windows** are short, 4 s or more (`window_s`), since time on the machine was: with few requests at once a window
   sees few of them, and averages are rough. `drift` in the file compares its halves.
 - **At once**: requests in memory, averaged over the window; of static batches, how large they begin. *Predicted* is
   `plan_capacity`'s pool divided by what a request holds on average while it runs
-  (`labkit.experiments.combined_capacity`), and for tokens/s the simulator, calibrated on earlier results. Both were
-  written down before anything here ran. The article's claims are for Llama-2-13B on an A100-40GB.
+  (`labkit.experiments.combined_capacity`), and for tokens/s the simulator over as long a window, calibrated on earlier
+  results. Both were written down before anything here ran. The article's claims are for Llama-2-13B on an A100-40GB.
 - **Live** is the share of the slots held by requests that hold a computed token.
 """
 

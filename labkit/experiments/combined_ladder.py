@@ -62,7 +62,7 @@ def combined(
         window, ramp: seconds that are measured, after seconds that are not; a static batch is always measured whole,
             from the first. None is 10 and 1 on a GPU, 2 and 0 on a CPU.
         out: a JSON file that is written after each row. Rows it has are measured again only for a longer ``window``,
-            and predictions it has are not made again.
+            predictions for the same ``window`` are kept.
         calibration: of this device, for the predicted tokens/s; None is the recorded one on an H200, else none.
 
     ``predicted_concurrency`` is :func:`~labkit.kv_math.plan_capacity`'s pool under
@@ -76,7 +76,7 @@ def combined(
         calibration = calibrate(recorded_rows())
     setting, rows = _plan(model, memory_limit, context, lengths, rungs, window, ramp, out, calibration, None)
     source = ModelSource(setting)
-    due = [row for row in rows if row.get("tokens_per_second") is None or row["window_s"] < window]
+    due = [row for row in rows if _is_due(row, window)]
     # Each model is made once, and what the articles speak of comes first, should time run out.
     due.sort(key=lambda row: (RUNGS[row["rung"]].few_kv_heads, RUNGS[row["rung"]] not in LADDER[:5]))
     for row in tqdm(due, desc="Rungs", unit="rung", disable=not progress):
@@ -139,20 +139,24 @@ def _plan(
     setting = _setting(model, memory_limit, context, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     earlier = [] if out is None else read_results(out, "rows").get("rows", [])
     known = {tuple(row[key] for key in _KEY): row for row in earlier}
-    rows = []
+    rows, predicted = [], {}
     for kind in lengths:
         for rung in _wanted(kind, names[kind]):
             row = _blank(setting, rung, kind)
-            if (key := tuple(row[name] for name in _KEY)) in known:
-                rows.append(known[key])
-                continue
-            try:
-                row |= setting.predict(rung, kind, window, ramp, calibration)
-            except ValueError as error:
-                row["not_measured"] = f"ValueError: {error}"
+            row = known.get(tuple(row[name] for name in _KEY), row)
+            if _is_due(row, window) and row.get("predicted_window_s") != window:
+                try:
+                    row |= setting.predict(rung, kind, window, ramp, calibration) | {"predicted_window_s": window}
+                    predicted = {"predicted": provenance("cpu")}
+                except ValueError as error:
+                    row["not_measured"] = f"ValueError: {error}"
             rows.append(row)
-    _save(out, rows, {"predicted": provenance("cpu")} if len(rows) > len(earlier) else {})
+    _save(out, rows, predicted)
     return setting, rows
+
+
+def _is_due(row: Row, window: float) -> bool:
+    return row.get("tokens_per_second") is None or row["window_s"] < window
 
 
 def _wanted(kind: str, rungs: RungNames) -> list[Rung]:

@@ -54,7 +54,9 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_a_trace_of_which_nothing_fits_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "long.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 5000, "output_length": 4, "hash_ids": [0]}\n', encoding="utf-8")
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 5000, "output_length": 4, "hash_ids": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}\n'
+    )
     with pytest.raises(ValueError, match="workload must have requests of at most 4096 tokens, and '.*long.jsonl'"):
         simulated_serving(workload=str(trace), model="llama-2-7b")
 
