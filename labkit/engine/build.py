@@ -174,6 +174,9 @@ def build_engine(model: PreTrainedModel, options: EngineOptions, group: ShardGro
         if group is not None:
             memory = group.agree(memory, spec, options.num_gpu_blocks_override)
         scheduler = make_scheduler(options, memory, spec)  # checks the pool's size
+        fixed_scales = read_scales(options.kv_scales, policy)
+        if group is not None and fixed_scales is not None:
+            fixed_scales = group.own_scales(fixed_scales)
         storage = KVStorage(
             shapes,
             memory.num_blocks,
@@ -181,7 +184,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions, group: ShardGro
             model.device,
             policy,
             num_tails=options.max_num_seqs,
-            fixed_scales=read_scales(options.kv_scales, policy),
+            fixed_scales=fixed_scales,
         )
         trace = Trace(
             memory.num_blocks,

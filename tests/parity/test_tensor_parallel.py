@@ -5,17 +5,21 @@ Processes on a CPU with gloo stand for GPUs with NCCL.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 import torch
+from nbclient import NotebookClient
 
 from labkit.core import ExecutorLost
 from labkit.engine import LLM, RequestOutput
@@ -44,15 +48,20 @@ def llama() -> Iterator[LLM]:
 
 
 @pytest.fixture
-def no_leftovers() -> Iterator[None]:
+def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test starts, processes and temporary folders, must be gone when it ends."""
-    before = processes_of_ranks(), set(Path("/tmp").glob("labkit-ranks-*"))
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    before = processes_of_ranks(), os.listdir("/dev/shm")
     yield
     left = [process for process in processes_of_ranks() if process not in before[0]]
     for process in left:
         process.kill()
     assert left == []
-    assert set(Path("/tmp").glob("labkit-ranks-*")) <= before[1]
+    assert list(folder.glob("labkit-ranks-*")) == []
+    assert set(os.listdir("/dev/shm")) <= set(before[1])
 
 
 def processes_of_ranks() -> list[psutil.Process]:
@@ -124,6 +133,39 @@ def test_steps_that_begin_before_the_last_one_is_known(llama, monkeypatch):
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in expected]
 
 
+def test_an_interrupt_between_the_messages_of_a_step_leaves_the_ranks_in_one_step(llama, monkeypatch):
+    expected = answer(llama)
+    ranks = llama._built.ranks
+    for rank in range(2):
+        stream = llama.stream([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
+        next(stream)
+        with monkeypatch.context() as patched:
+            others = [_Interrupting(own) if r == rank else own for r, own in enumerate(ranks.connections)]
+            patched.setattr(ranks, "connections", others)
+            with pytest.raises(KeyboardInterrupt):
+                list(stream)
+        llama.engine.scheduler.kv.check()
+        assert not llama.engine.has_unfinished
+        assert answer(llama) == expected
+
+
+class _Interrupting:
+    """A connection; Ctrl-C comes right after its first message."""
+
+    def __init__(self, connection):
+        self._connection = connection
+        self._has_interrupted = False
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+    def send(self, message):
+        self._connection.send(message)
+        if not self._has_interrupted:
+            self._has_interrupted = True
+            signal.raise_signal(signal.SIGINT)
+
+
 SCRIPT = """
 import os, sys, time
 sys.path.insert(0, os.getcwd())
@@ -164,8 +206,24 @@ def test_torchrun_starts_the_ranks_and_the_script_goes_on_once(llama, tmp_path, 
 
 @pytest.mark.parametrize(("name", "size", "num_ranks_of_a_head"), [("qwen3", 2, 1), ("gemma2", 2, 1), ("llama", 4, 2)])
 def test_other_models_and_more_ranks_than_kv_heads(name, size, num_ranks_of_a_head, no_leftovers):
-    with engine(name, size) as llm:
-        compare(llm, name, num_ranks_of_a_head)
+    llm = engine(name, size)
+    compare(llm, name, num_ranks_of_a_head)
+    del llm  # without close
+    gc.collect()
+
+
+@pytest.mark.slow
+def test_in_a_notebook(llama, no_leftovers):
+    made, rest = SCRIPT.split("with ")
+    made += f"llm = {rest.split(' as ')[0]}"
+    cells = [
+        made,
+        "llm.generate([[5, 6, 7, 8, 9]], SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].token_ids",
+        "llm.close()",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=100).execute(cwd=os.getcwd())
+    assert notebook.cells[1].outputs[-1]["data"]["text/plain"] == str(answer(llama))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

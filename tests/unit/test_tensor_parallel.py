@@ -6,11 +6,14 @@ import pickle
 import subprocess
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config
 
 from labkit.engine import LLM
 from labkit.engine.tensor_parallel.plan_codec import PlanDecoder, PlanEncoder
+from labkit.engine.tensor_parallel.shard_group import ShardGroup
 from labkit.memory import KVCacheManager
+from labkit.quant import LayerScales, Scales
 from labkit.scheduling import Request, SamplingParams, Scheduler, SchedulerConfig, StepPlan, StepResult
 
 _SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=32)
@@ -72,6 +75,18 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ValueError, match="tensor_parallel_size must be <= 1, the GPUs that torch sees here, got 2"):
         LLM(_model(LlamaConfig(**_SIZES, num_attention_heads=4)), device="cuda", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(("num_boxes", "size", "boxes"), [(4, 2, [2, 3]), (2, 4, [0]), (1, 2, [0])])
+def test_a_rank_gets_the_scales_of_its_heads(num_boxes, size, boxes, monkeypatch):
+    """Of four heads on two ranks the second's two; of two heads on four ranks the first, which two ranks have."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    scales, zero_points = torch.rand(2, 1, num_boxes, 3)
+    whole = Scales(scales, zero_points)
+    own = ShardGroup(size).own_scales({7: LayerScales(whole, None)})[7]
+    assert own.value is None and own.key is not None
+    assert torch.equal(own.key.scales, scales[:, boxes])
+    assert torch.equal(own.key.zero_points, zero_points[:, boxes])
 
 
 # ---------------------------------------------------------------- plans as messages
