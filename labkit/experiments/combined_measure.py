@@ -70,7 +70,7 @@ def measured(model: PreTrainedModel, setting: Setting, rung: Rung, row: Row, win
         scheduler=rung.scheduler,
     ) as llm:
         llm.engine.trace = None
-        _warm_up(llm, setting.context)
+        _warm_up(llm, row["predicted_concurrency"])
         _fill_with_noise(llm)
         who = setting.traffic(rung, row["lengths"])
         figures = serve_window(llm.engine, who, row["predicted_concurrency"], window, ramp)
@@ -87,11 +87,16 @@ def measured(model: PreTrainedModel, setting: Setting, rung: Rung, row: Row, win
     return figures
 
 
-def _warm_up(llm: LLM, context: int) -> None:
-    """Serve a few prompts of other lengths, so that no window waits for a kernel to be compiled."""
-    lengths = [max(1, min(length, context // 2)) for length in (1, 37, 600, 1024)]
+def _warm_up(llm: LLM, concurrency: int) -> None:
+    """Serve as many requests as will run, so that no window waits for a kernel to be compiled.
+
+    Their prompts take one and a half steps: those of the first decode beside the prompts of the second.
+    """
+    config = llm.engine.scheduler.config
+    count = min(concurrency, config.max_num_seqs)
+    length = min(3 * config.max_num_batched_tokens // (2 * count) + 1, llm.max_model_len - 4)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    llm.generate([[1] * length for length in lengths], params, use_tqdm=False)
+    llm.generate([[1] * length] * count, params, use_tqdm=False)
     llm.reset_prefix_cache()
 
 

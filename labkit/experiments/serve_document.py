@@ -13,7 +13,6 @@ from labkit.paths import data_path
 
 WHOLE = "lognormal, 256 at once"
 FIRST = f"{WHOLE}, first run on a fresh machine"
-BESIDE = "lognormal, first 32 of 256"
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 # tokens/s of others on the same 256 requests, each on one H200, measured 2026-12-01: the faster of two runs.
@@ -34,7 +33,7 @@ def page(serve: dict[str, Any], engine: dict[str, Any]) -> str:
         "# Serving and engine figures, recorded on one H200",
         "",
         f"Recorded {source['date']} on an {source['gpu']} ({versions}); random bf16 weights.",
-        f"The read ceiling in that run was {source['ceiling_gbps']:,.0f} GB/s. Regenerate with",
+        "Rows that name a commit are of that one. Regenerate with",
         "`labkit bench serve --shape llama-2-7b --out data/results/h200/serve.json`.",
         "",
         "256 requests at once, lognormal lengths, 43,368 prompt tokens and 55,994 forced output tokens, greedy; the",
@@ -57,29 +56,27 @@ def page(serve: dict[str, Any], engine: dict[str, Any]) -> str:
         "These are second runs in a process. The first ones, on a fresh machine with no kernels compiled, served (in",
         f"tokens/s): {first_runs}.",
         "",
-        "On the same machine, what transformers offers with sdpa, on the first 32 of these requests. (On the machine",
-        "of the quoted rows its continuous batching reached about 645 tokens/s at this shape, with all 256.) Static",
-        "generate, and the larger shapes, did not end within their time limit, and vLLM is not installed there: not",
-        "measured.",
+        "On the same machine, what transformers offers with sdpa, on fewer requests. (On that of the quoted rows",
+        "its continuous batching reached about 645 tokens/s at the smallest shape, with all 256.) What has no row did",
+        "not end within its time limit; vLLM is not installed there: not measured.",
         "",
         "| model shape | requests | system | tokens/s | labkit ÷ it |",
         "| --- | --- | --- | --- | --- |",
     ]
-    beside = _served(serve, BESIDE)
-    own = beside[0]["tokens_per_second"]
-    for row in beside:
-        rate, ratio = (
-            row["tokens_per_second"],
-            "" if row["system"] == "labkit" else f"{own / row['tokens_per_second']:.0f} ×",
-        )
-        lines.append(f"| {row['model']} | {row['num_requests']} | {row['system']} | {rate:,.0f} | {ratio} |")
+    for row in serve["rows"]:
+        if row["system"] == "labkit" or row["tokens_per_second"] is None:
+            continue
+        own = next(r for r in _served(serve, row["workload"]) if (r["model"], r["system"]) == (row["model"], "labkit"))
+        rates = own["tokens_per_second"], row["tokens_per_second"]
+        lines.append(f"| {row['model']} | {row['workload']} | labkit | {rates[0]:,.0f} | |")
+        lines.append(f"| | | {row['system']} | {rates[1]:,.0f} | {rates[0] / rates[1]:.0f} × |")
     lines += [
         "",
         "## Where a decode step goes",
         "",
         "Medians; schedule, submit, update and rest are host work that runs while the GPU computes, wait is what is",
         "left to wait for the GPU; rest includes an output for each request and step. Over floor: step time over",
-        "(weights + KV bytes) ÷ read ceiling.",
+        f"(weights + KV bytes) ÷ the read ceiling of that run, {engine['provenance']['ceiling_gbps']:,.0f} GB/s.",
         "",
         "| model | batch × context | step | schedule | submit | wait | update | rest | over floor |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

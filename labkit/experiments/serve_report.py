@@ -14,11 +14,16 @@ from .serving import ServeRow
 
 
 def save_rows(path: Path, rows: Sequence[ServeRow], provenance: dict[str, Any]) -> None:
-    """Add ``rows`` to the JSON file at ``path``, in place of earlier ones that say the same but for the figures."""
-    earlier = read_results(path, "rows").get("rows", [])
+    """Add ``rows`` to the JSON file at ``path``, in place of earlier ones that say the same but for the figures.
+
+    Rows that stay from a run of another commit keep its "commit" as their own.
+    """
+    earlier = read_results(path, "rows") or {"rows": [], "provenance": provenance}
     new = [asdict(row) for row in rows]
     replaced = {_identity(row) for row in new}
-    kept = [row for row in earlier if _identity(row) not in replaced]
+    kept = [row for row in earlier["rows"] if _identity(row) not in replaced]
+    if (commit := earlier["provenance"]["commit"]) != provenance["commit"]:
+        kept = [{"commit": commit} | row for row in kept]
     write_results(path, {"provenance": provenance, "rows": kept + new})
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -119,7 +120,10 @@ def test_results_are_kept_with_where_they_come_from(tiny_llama, tmp_path):
     save_rows(path, rows, provenance("cpu"))
     save_rows(path, rows, provenance("cpu"))
     stored = json.loads(path.read_text())
-    assert len(stored["rows"]) == 1 and stored["rows"][0]["system"] == "labkit"
+    assert len(stored["rows"]) == 1 and stored["rows"][0]["system"] == "labkit" and "commit" not in stored["rows"][0]
+    save_rows(path, [replace(rows[0], system="other")], provenance("cpu") | {"commit": "later"})
+    before, after = json.loads(path.read_text())["rows"]
+    assert before["commit"] == stored["provenance"]["commit"] and "commit" not in after
     assert {"gpu", "driver", "torch", "triton", "transformers", "commit", "command", "date"} <= set(
         stored["provenance"]
     )
