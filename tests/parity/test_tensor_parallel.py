@@ -15,11 +15,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import psutil
 import pytest
 import torch
-from nbclient import NotebookClient
 
 from labkit.core import ExecutorLost
 from labkit.engine import LLM, RequestOutput
@@ -214,6 +212,7 @@ def test_other_models_and_more_ranks_than_kv_heads(name, size, num_ranks_of_a_he
 
 @pytest.mark.slow
 def test_in_a_notebook(llama, no_leftovers):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     made, rest = SCRIPT.split("with ")
     made += f"llm = {rest.split(' as ')[0]}"
     cells = [
@@ -222,7 +221,7 @@ def test_in_a_notebook(llama, no_leftovers):
         "llm.close()",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=100).execute(cwd=os.getcwd())
+    nbclient.NotebookClient(notebook, timeout=100).execute(cwd=os.getcwd())
     assert notebook.cells[1].outputs[-1]["data"]["text/plain"] == str(answer(llama))
 
 
