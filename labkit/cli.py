@@ -190,6 +190,9 @@ def main() -> None:
     except (ValueError, TypeError, NotImplementedError, RuntimeError, OSError, ImportError) as error:
         typer.echo(f"labkit: {error}", err=True)
         sys.exit(2)
+    except KeyboardInterrupt:  # before typer listens
+        typer.echo("labkit: interrupted", err=True)
+        sys.exit(INTERRUPTED)
     except SystemExit as end:
         if end.code == INTERRUPTED:
             typer.echo("labkit: interrupted", err=True)

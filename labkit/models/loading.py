@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -152,10 +153,15 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
         pickles = ", ".join(sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth")))
         found = f"only {pickles}, and pickle files are not loaded: they can run code" if pickles else "no weights"
         raise ValueError(f"{folder} must hold safetensors weights; it has {found}")
-    with quiet_transformers():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code
-        )
+    try:
+        with quiet_transformers():
+            return AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=trust_remote_code
+            )
+    except SafetensorError as error:
+        raise ValueError(
+            f"the safetensors files of {folder} cannot be read, a download may be cut off: {error}"
+        ) from error
 
 
 def weights_folder(name: str | Path | None, trust_remote_code: bool = False) -> Path | None:

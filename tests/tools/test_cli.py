@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from labkit.cli import main
 from labkit.observe import Trace
 
 
@@ -34,6 +37,39 @@ def test_run_prints_the_text_and_saves_the_trace(tmp_path: Path) -> None:
     assert "Paris" in done.stdout
     assert "generated_tokens" in done.stderr
     assert len(Trace.load(path)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("plan h2000 llama-3-8b", "'h2000'"),
+        ("plan h200 lama-3-8b", "'lama-3-8b'"),
+        ("plan h200 llama-3-8b --max-model-len -5", "max_model_len"),
+        ("plan h200 llama-3-8b --kv-dtype int3", "'int3'"),
+        ("run x --model FOLDER", "config.json"),
+        ("run x --model FOLDER/none", "FOLDER/none"),
+        ("run x --model FOLDER/empty.gguf", "empty.gguf"),
+        ("run x --trace FOLDER", "is a directory"),
+        ("run x --max-tokens 0", "max_tokens"),
+        ("doctor --model FOLDER/empty.gguf", "empty.gguf"),
+        ("bench serve --num-requests -3", "--num-requests"),
+        ("experiment simulate --trace FOLDER/empty.trace", "empty.trace"),
+        ("experiment calibrate FOLDER/out --text FOLDER/none", "--text"),
+        ("experiment sensitivity --tokens -1", "--tokens"),
+    ],
+)
+def test_bad_input_is_named_and_ends_with_code_2(
+    arguments: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("empty.gguf", "empty.trace"):
+        (tmp_path / name).touch()
+    words = [word.replace("FOLDER", str(tmp_path)) for word in arguments.split()]
+    monkeypatch.setattr(sys, "argv", ["labkit", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())  # typer frames what it finds wrong itself
+    assert names.replace("FOLDER", str(tmp_path)) in said and "Traceback" not in said
 
 
 def test_run_refuses_an_empty_prompt() -> None:
