@@ -11,9 +11,7 @@ from labkit.kernels import QuantisedPages, reference
 from labkit.kv_math import KVFormat, ScaleLayout
 from labkit.kv_math.formats import dtype_name
 from labkit.quant import Scales
-
-_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-_SCALE_DTYPES = {16: torch.float16, 32: torch.float32}
+from labkit.quant.dtypes import FP8_DTYPES, SCALE_DTYPES
 
 
 def allocate_pages(
@@ -30,10 +28,10 @@ def allocate_pages(
     codes = torch.empty(*page, width, dtype=_code_dtype(format), device=device)
     if format.scales is None:
         return QuantisedPages(codes)
-    scales = torch.empty(shape, dtype=_SCALE_DTYPES[format.scales.scale_bits], device=device)
+    scales = torch.empty(shape, dtype=SCALE_DTYPES[format.scales.scale_bits], device=device)
     zero_points = None
     if format.scales.zero_point_bits:
-        zero_points = torch.empty(shape, dtype=_SCALE_DTYPES[format.scales.zero_point_bits], device=device)
+        zero_points = torch.empty(shape, dtype=SCALE_DTYPES[format.scales.zero_point_bits], device=device)
     if format.scales.tokens == "layer":
         scales.fill_(1.0)
     return QuantisedPages(codes, scales, zero_points)
@@ -68,7 +66,7 @@ def set_fixed_scales(pages: QuantisedPages, format: KVFormat, scales: Scales | N
     if format.scales is None or format.scales.tokens != "layer":
         return
     if scales is None:
-        if format.dtype not in _FP8:
+        if format.dtype not in FP8_DTYPES:
             raise ValueError(f"{format} needs scales that were measured before the run: pass kv_scales")
         return
     own = fixed_scales(pages)
@@ -97,12 +95,12 @@ def read_blocks(pages: QuantisedPages, head_dim: int, blocks: torch.Tensor, dtyp
 
 def bytes_of(codes: torch.Tensor) -> torch.Tensor:
     """float8 as uint8, which torch can index; other tensors as they are."""
-    return codes.view(torch.uint8) if codes.dtype in _FP8.values() else codes
+    return codes.view(torch.uint8) if codes.dtype in FP8_DTYPES.values() else codes
 
 
 def _code_dtype(format: KVFormat) -> torch.dtype:
-    if format.dtype in _FP8:
-        return _FP8[format.dtype]
+    if format.dtype in FP8_DTYPES:
+        return FP8_DTYPES[format.dtype]
     if format.bits > 8:
         return getattr(torch, format.dtype)
     is_symmetric = format.scales is not None and format.scales.zero_point_bits == 0

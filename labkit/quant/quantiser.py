@@ -14,10 +14,10 @@ import torch
 
 from labkit.kv_math import KVFormat
 
+from .dtypes import FP8_DTYPES
 from .int4 import pack_int4, unpack_int4
 from .scales import Scales, box_shape, check_format, expand, finite_float32, largest_code, measure_scales
 
-_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _SYMMETRIC_INT4_BIAS = 8  # nibbles are unsigned
 
 
@@ -106,8 +106,8 @@ def _to_codes(values: torch.Tensor, format: KVFormat) -> torch.Tensor:
         dtype = getattr(torch, format.dtype)
         return values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
     largest = largest_code(format)
-    if format.dtype in _FP8:  # clamped first: torch makes NaN or infinity of what is too large
-        return values.clamp(-largest, largest).to(_FP8[format.dtype])
+    if format.dtype in FP8_DTYPES:  # clamped first: torch makes NaN or infinity of what is too large
+        return values.clamp(-largest, largest).to(FP8_DTYPES[format.dtype])
     is_asymmetric = format.scales is not None and format.scales.zero_point_bits > 0
     codes = values.round().clamp(0 if is_asymmetric else -largest, largest)  # torch rounds ties to even
     if format.dtype == "int4":

@@ -25,9 +25,10 @@ from torch.nn.functional import pad
 
 from labkit.kv_math import KVFormat, ScaleLayout
 
+from .dtypes import SCALE_DTYPES
+
 LARGEST_VALUE = 2.0**126  # what lies beyond saturates, so that no difference or product of codes and scales overflows
 
-_SCALE_DTYPES = {16: torch.float16, 32: torch.float32}
 _LARGEST_CODE = {"int8": 127, "int4": 7, "fp8_e4m3": 448, "fp8_e5m2": 57344}
 _LARGEST_UNSIGNED = {"int8": 255, "int4": 15}
 
@@ -50,7 +51,7 @@ def check_format(format: KVFormat) -> None:
     layout = format.scales
     if layout is None:
         return
-    if layout.scale_bits not in _SCALE_DTYPES or layout.zero_point_bits not in (0, *_SCALE_DTYPES):
+    if layout.scale_bits not in SCALE_DTYPES or layout.zero_point_bits not in (0, *SCALE_DTYPES):
         raise ValueError(
             "format must have scales of 16 or 32 bits and zero points of 0, 16 or 32 bits, "
             f"got {layout.scale_bits} and {layout.zero_point_bits}"
@@ -96,7 +97,7 @@ def measure_scales(x: torch.Tensor, format: KVFormat, *, block_size: int = 16) -
     if not format.scales.zero_point_bits:
         largest = torch.maximum(low.abs(), high.abs())
         return Scales(_stored(largest / steps, format.scales.scale_bits))
-    zero_points = _clamped(low, _SCALE_DTYPES[format.scales.zero_point_bits])
+    zero_points = _clamped(low, SCALE_DTYPES[format.scales.zero_point_bits])
     return Scales(_stored((high - low) / steps, format.scales.scale_bits), zero_points)
 
 
@@ -133,7 +134,7 @@ def _in_boxes(x: torch.Tensor, box: tuple[int, int, int], fill: float) -> torch.
 
 def _stored(scales: torch.Tensor, bits: int) -> torch.Tensor:
     """Rounded to ``bits``; 1 where the scale is 0 or too small for the width: all values of that box are code 0."""
-    rounded = _clamped(scales, _SCALE_DTYPES[bits])
+    rounded = _clamped(scales, SCALE_DTYPES[bits])
     return torch.where(rounded > 0, rounded, torch.ones_like(rounded))
 
 
