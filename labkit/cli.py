@@ -154,14 +154,16 @@ def bench_serve_command(
     """Serve the same requests with labkit and with what transformers offers; prints tokens/s and their ratio."""
     from labkit import experiments
 
+    def save(row: experiments.ServeRow) -> None:
+        if out is not None:
+            experiments.save_rows(out, [row], experiments.provenance())
+
     workload = (lengths, num_requests, rate, max_model_len)
     rows = []
     for size in tensor_parallel_size or [1]:
         options = {"kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": size}
-        rows += experiments.bench_serve_shape(shape, system or ["labkit"], *workload, **options)
+        rows += experiments.bench_serve_shape(shape, system or ["labkit"], *workload, on_row=save, **options)
     typer.echo(experiments.table(rows).to_string(index=False, na_rep="not measured"))
-    if out is not None:
-        experiments.save_rows(out, rows, experiments.provenance())
 
 
 @bench.command("kernels")

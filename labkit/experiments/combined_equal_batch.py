@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from labkit.engine import LLM
@@ -89,6 +90,8 @@ def _decode_seconds(llm: LLM, batch_size: int, context: int) -> float:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("combined_equal_batch measures a 13B shape, which needs a CUDA device, and torch sees none here")
     grouped = random_model(replace(model_shape("llama-2-13b"), num_kv_heads=8))
     options = {"memory_limit": 40.0, "max_num_batched_tokens": 2048}
     record_equal_batch(Path(sys.argv[1]), equal_batch(grouped, 22, 4000, **options))

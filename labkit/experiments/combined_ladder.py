@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import torch
 from tqdm.auto import tqdm
 
@@ -74,6 +75,11 @@ def combined(
     ramp = (1.0 if on_gpu else 0.0) if ramp is None else ramp
     if calibration is None and on_gpu and "H200" in torch.cuda.get_device_name():
         calibration = calibrate(recorded_rows())
+    free = psutil.virtual_memory().available / GIB
+    if not on_gpu and memory_limit is not None and memory_limit > free:
+        raise ValueError(
+            f"memory_limit must be <= {free:.2f} GiB, what is free here without a GPU, got {memory_limit:g}"
+        )
     setting, rows = _plan(model, memory_limit, context, lengths, rungs, window, ramp, out, calibration, None)
     source = ModelSource(setting)
     due = [row for row in rows if _is_due(row, window)]

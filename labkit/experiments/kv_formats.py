@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from labkit.engine import LLM
@@ -104,4 +105,6 @@ def _serve_in_pool(
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("kv_formats measures a 7B shape, which needs a CUDA device, and torch sees none here")
     record_kv_formats(Path(sys.argv[1]), kv_formats(random_model("llama-2-7b"), pool_bytes=16 * GIB), provenance())

@@ -58,12 +58,13 @@ def bench_serve(
     systems: Sequence[str] = ("labkit",),
     model_name: str,
     workload_name: str,
+    on_row: Callable[[ServeRow], object] | None = None,
     **llm_options: Any,
 ) -> list[ServeRow]:
     """Serve ``requests`` with each of ``systems`` (see :data:`SYSTEMS`), one after the other on the same model.
 
-    ``llm_options`` go to labkit's :class:`LLM`. A system that is not installed gets a row without figures. Raises
-    ValueError for an unknown system.
+    ``on_row`` is called with each row once it is measured. ``llm_options`` go to labkit's :class:`LLM`. A system that
+    is not installed gets a row without figures. Raises ValueError for an unknown system.
     """
     unknown = [name for name in systems if name not in SYSTEMS]
     if unknown:
@@ -92,6 +93,8 @@ def bench_serve(
                 **figures,
             )
         )
+        if on_row is not None:
+            on_row(rows[-1])
         _free_gpu()
     return rows
 
@@ -116,7 +119,8 @@ def bench_serve_shape(
 
     ``lengths`` names a shipped length table, or is one size for all such as "128x512" (prompt, output), None means
     :func:`standard_workload`; ``rate`` is arrivals a second, None means that all are there at once; ``llm_options`` go
-    to labkit's :class:`LLM`. Ranks of ``tensor_parallel_size`` > 1 make the weights themselves.
+    to labkit's :class:`LLM`, ``on_row`` to :func:`bench_serve`. Ranks of ``tensor_parallel_size`` > 1 make the weights
+    themselves.
     """
     sharded = llm_options.get("tensor_parallel_size", 1) > 1
     _free_gpu()  # of what an earlier run left to this process: ranks are others

