@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from labkit.core import Engine
 from labkit.models import RandomWeights
 from labkit.observe import EngineStats, Trace
 from labkit.quant import KVPolicy
-from labkit.scheduling import Request, SamplingParams
+from labkit.scheduling import SamplingParams
 
 from .attention import is_attached
 from .build import BuiltEngine, build_engine, eos_token_ids, resolve_model, vocab_size
@@ -28,8 +26,8 @@ from .memory_monitor import MemoryMonitor
 from .memory_plan import MemoryPlan
 from .options import EngineOptions
 from .outputs import RequestOutput
-from .prompts import Prompt, PromptLike, PromptReader
-from .random_draws import draw_key
+from .prompts import PromptLike, PromptReader
+from .request_maker import ParamsLike, RequestMaker
 from .tensor_parallel import ShardedEngine, become_rank, build_sharded_engine, resolve_sharded
 
 
@@ -121,10 +119,9 @@ class LLM:
         self.memory: MemoryPlan = self._built.memory
         self.max_model_len = self.memory.max_model_len
         self._prompts = PromptReader(self._tokenizer, vocab_size(self.model))
-        self._eos_token_ids = eos_token_ids(self.model, self._tokenizer)
-        self._seed = seed
-        self._num_requests = 0
         self._in_flight = RequestsInFlight(self.engine, self._tokenizer)
+        eos = eos_token_ids(self.model, self._tokenizer)
+        self._requests = RequestMaker(self._prompts, self.engine.scheduler, eos, seed, in_use=self._in_flight)
         self._step_outputs = Inbox(wants_partial=True)
         self._closed = False
         # Also when nobody calls close: a model that was passed in gets its own attention back.
@@ -136,7 +133,7 @@ class LLM:
     def generate(
         self,
         prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: ParamsLike = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate for one prompt or a list of them; outputs in the order of the prompts.
@@ -144,7 +141,8 @@ class LLM:
         All prompts and params are checked before any request is admitted. A request whose step failed (out of
         memory, say) comes back with finish reason "error" and a warning; the others are not affected.
         """
-        requests = self._make_requests(self._prompts.read_all(prompts), sampling_params)
+        self._require_open()
+        requests = self._requests.make_all(self._prompts.read_all(prompts), sampling_params)
         done: dict[str, RequestOutput] = {}
         num_tokens = 0
         bar = tqdm(total=len(requests), disable=not use_tqdm, desc="Requests", unit="req")
@@ -164,7 +162,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: ParamsLike = None,
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -172,34 +170,19 @@ class LLM:
 
         ``messages`` is a list of {"role": ..., "content": ...}; ``template_options`` go to the chat template.
         """
-        if self._tokenizer is None:
-            raise ValueError("chat needs a tokenizer with a chat template: pass LLM(tokenizer=...)")
-        if not messages:
-            raise ValueError("messages must hold at least one message, got none")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for conversation in conversations:
-            text = self._tokenizer.apply_chat_template(
-                list(conversation),  # type: ignore[arg-type]
-                add_generation_prompt=True,
-                tokenize=False,
-                **template_options,
-            )
-            # The template wrote the special tokens already.
-            token_ids = self._prompts.encode(str(text), "messages", add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(self._prompts.read_chats(messages, template_options), sampling_params, use_tqdm)
 
     def stream(
         self,
         prompts: PromptLike | Sequence[PromptLike],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: ParamsLike = None,
     ) -> Iterator[RequestOutput]:
         """Like :meth:`generate`, but yields each request's output so far whenever a step changed it.
 
         Leaving the loop early aborts what has not finished.
         """
-        requests = self._make_requests(self._prompts.read_all(prompts), sampling_params)
+        self._require_open()
+        requests = self._requests.make_all(self._prompts.read_all(prompts), sampling_params)
         return self._in_flight.stream(requests)
 
     # ------------------------------------------------------------------ one request, one step
@@ -216,12 +199,11 @@ class LLM:
         """Queue a request; :meth:`step` runs it. Smaller ``priority`` first; only equal salts share cached blocks."""
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
-        checked = self._checked_params(params or SamplingParams(), 1)[0]
+        self._require_open()
         read = self._prompts.read(prompt)
-        number = self._num_requests
-        request = self._request(request_id, number, read, checked, priority=priority, cache_salt=cache_salt)
+        request = self._requests.make_one(request_id, read, params, priority, cache_salt)
         self._in_flight.admit(request, read, self._step_outputs)
-        self._num_requests += 1
+        self._requests.count_one()
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs so far of the requests from :meth:`add_request` that changed."""
@@ -310,42 +292,3 @@ class LLM:
                 "the model's attention was replaced (set_attn_implementation) after this LLM was made, so its answers "
                 "would be wrong: make a new LLM"
             )
-
-    def _checked_params(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        listed = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
-        if len(listed) != num_prompts:
-            raise ValueError(f"sampling_params must be one or as many as the {num_prompts} prompts, got {len(listed)}")
-        for one in listed:
-            if not isinstance(one, SamplingParams):
-                raise TypeError(f"sampling_params must be SamplingParams, got {type(one).__name__}")
-            self._prompts.check_params(one)
-        return [copy.copy(one) for one in listed]
-
-    def _make_requests(
-        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[tuple[Request, Prompt]]:
-        self._require_open()
-        checked = self._checked_params(params, len(prompts))
-        free_ids = (n for n in count(self._num_requests) if str(n) not in self._in_flight)
-        requests = [
-            (self._request(str(number), number, prompt, one), prompt)
-            for prompt, one, number in zip(prompts, checked, free_ids, strict=False)
-        ]
-        self._num_requests = int(requests[-1][0].request_id) + 1
-        return requests
-
-    def _request(self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, **options: Any) -> Request:
-        """A request that the scheduler would take; its own seed, if it has none, follows from the engine's."""
-        self._require_open()
-        request = Request(
-            request_id,
-            prompt.token_ids,
-            params,
-            eos_token_ids=self._eos_token_ids,
-            seed=draw_key(self._seed, 0, number),
-            **options,
-        )
-        self.engine.scheduler.validate(request)
-        return request

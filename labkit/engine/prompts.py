@@ -59,6 +59,29 @@ class PromptReader:
             raise TypeError(f"{name} must be text or a list of token ids, got {type(token_ids).__name__}")
         return Prompt(self._checked_ids(token_ids, name), text)
 
+    def read_chats(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        template_options: Mapping[str, Any],
+    ) -> list[PromptLike]:
+        """One conversation, or a list of them, as prompts that the chat template makes."""
+        if self._tokenizer is None:
+            raise ValueError("chat needs a tokenizer with a chat template: pass LLM(tokenizer=...)")
+        if not messages:
+            raise ValueError("messages must hold at least one message, got none")
+        prompts: list[PromptLike] = []
+        for conversation in [messages] if isinstance(messages[0], Mapping) else messages:
+            text = self._tokenizer.apply_chat_template(
+                list(conversation),  # type: ignore[arg-type]
+                add_generation_prompt=True,
+                tokenize=False,
+                **template_options,
+            )
+            # The template wrote the special tokens already.
+            token_ids = self.encode(str(text), "messages", add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return prompts
+
     def encode(self, text: str, name: str = "prompt", add_special_tokens: bool = True) -> list[int]:
         """Tokenise text."""
         if self._tokenizer is None:
