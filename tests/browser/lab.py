@@ -95,7 +95,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_until_up(address: str, server: subprocess.Popen[Any], log: Path, seconds: float = 60) -> None:
+def wait_until_up(address: str, server: subprocess.Popen[Any], log: Path, seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and server.poll() is None:
         try:
