@@ -114,8 +114,8 @@ def example_write(kv_format: str) -> tuple[Any, tuple[Any, ...], dict[str, Any],
     assert isinstance(kv, QuantisedKVPages)
     new = torch.empty(256, kv.num_kv_heads, kv.head_dim_k, dtype=torch.bfloat16, device="meta")
     slots, numbers = (torch.empty(256, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
-    _, arguments, constants, num_warps = write_launch(new, new, kv, slots, numbers, numbers, numbers)
-    return write_quantised_kv_kernel, arguments, constants, {"num_warps": num_warps}
+    _, arguments, constants, options = write_launch(new, new, kv, slots, numbers, numbers, numbers)
+    return write_quantised_kv_kernel, arguments, constants, options
 
 
 def compile_kernel(

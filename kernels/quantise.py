@@ -4,6 +4,15 @@
 
 Scales and zero points come from the extremes of their group: largest |x| / largest code, or (max - min) / largest code
 and min.
+
+Why each step is the instruction that it is, so that a GPU gives the bits of torch:
+
+    x - zero_point       one FADD. Nothing here adds to a product, so the compiler has nothing to fuse into an FMA.
+    spread / largest     `tl.div_rn`. Triton's `/` would be div.full.f32, 2 units in the last place off.
+    ... / scale          the steps of div.rn.f32, with one reciprocal for the whole group (QUOTIENT, below).
+    clamp                before the division, at largest code x scale: what lies beyond rounds to the largest code.
+    round half to even   adding 1.5 x 2^23, where a float has no fraction left; the code is the sum's low byte.
+    to fp8, to float16   cvt.rn: to nearest even, as torch; nothing that is out of range gets there.
 """
 
 from __future__ import annotations
@@ -68,19 +77,31 @@ def code_format(pages: QuantisedPages, head_dim: int, has_tail: bool) -> CodeFor
     )
 
 
+# Steps of a division that a compiler could otherwise fuse or reorder. ptxas expands div.rn.f32 into the same ones, a
+# reciprocal and its refinement for each number, behind a test of exponents that is not needed for normalised scales.
+RECIPROCAL = tl.constexpr("""{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, $1; fma.rn.f32 e, e, r, 0f3F800000;
+fma.rn.f32 $0, r, e, r; }""")
+QUOTIENT = tl.constexpr("""{ .reg .f32 q, e; mul.rn.f32 q, $1, $3; neg.f32 e, $1; fma.rn.f32 e, q, $2, e;
+neg.f32 e, e; fma.rn.f32 $0, e, $3, q; }""")  # q = x r; q - (q s - x) r, signed so that -0 stays -0
+
+
 @triton.jit
-def extremes(x, ok, zero_points, OVER_TOKENS: tl.constexpr):
+def extremes(x, inside, zero_points, OVER_TOKENS: tl.constexpr):
     """Smallest and largest value of each group of x [rows, groups, width]; without zero points, of +-|x|."""
     if zero_points is None:
-        high = tl.max(tl.where(ok, tl.abs(x), 0.0), 2, keep_dims=True)
+        high = tl.max(tl.abs(x), 2, keep_dims=True)  # what is not inside was loaded as 0
         if OVER_TOKENS:
             high = tl.max(high, 0, keep_dims=True)
-        return -high, high
-    low = tl.min(tl.where(ok, x, float("inf")), 2, keep_dims=True)
-    high = tl.max(tl.where(ok, x, float("-inf")), 2, keep_dims=True)
-    if OVER_TOKENS:
-        low = tl.min(low, 0, keep_dims=True)
-        high = tl.max(high, 0, keep_dims=True)
+        high = tl.minimum(high, LARGEST_VALUE)
+        low = -high
+    else:
+        low = tl.min(tl.where(inside, x, float("inf")), 2, keep_dims=True)
+        high = tl.max(tl.where(inside, x, float("-inf")), 2, keep_dims=True)
+        if OVER_TOKENS:
+            low = tl.min(low, 0, keep_dims=True)
+            high = tl.max(high, 0, keep_dims=True)
+        low = tl.clamp(low, -LARGEST_VALUE, LARGEST_VALUE)
+        high = tl.clamp(high, -LARGEST_VALUE, LARGEST_VALUE)
     return low, high
 
 
@@ -104,23 +125,44 @@ def on_fp8_grid(x, dtype: tl.dtype):
 
 
 @triton.jit
+def in_units(x, scale, FORMAT: CodeFormat):
+    """x / scale to the nearest float32, within the range of the codes.
+
+    Scale and x are brought to where no step of the division can leave the range of float32: float32 scales to [1, 2) by
+    the power of two that their exponent names (for those below 2^-126 it is the last one there is); float16 ones are.
+    """
+    s = scale.to(tl.float32)
+    if INTERPRETED:
+        y = tl.clamp(tl.div_rn(x, s), FORMAT.smallest, FORMAT.largest)
+    else:
+        if scale.dtype == tl.float32:
+            exponent = s.to(tl.int32, bitcast=True) & 0x7F800000
+            power = tl.maximum(0x7F000000 - exponent, 0x00800000).to(tl.float32, bitcast=True)
+            x = x * power
+            s = s * power
+        limit = tl.broadcast_to(s * FORMAT.largest, x.shape)
+        x = tl.clamp(x, 0.0 if FORMAT.smallest == 0.0 else -limit, limit)
+        r = tl.inline_asm_elementwise(RECIPROCAL, "=f,f", [s], dtype=tl.float32, is_pure=True, pack=1)
+        y = tl.inline_asm_elementwise(QUOTIENT, "=f,f,f,f", [x, s, r], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
 def to_codes(x, scale, zero_point, dtype: tl.dtype, FORMAT: CodeFormat):
-    """Codes of x; int4 as nibbles in uint8."""
+    """Codes of x, fp8 and 16 bit as they are stored, others in the low byte (int4: nibble) of int32."""
+    if not FORMAT.measured:
+        x = tl.clamp(x, -LARGEST_VALUE, LARGEST_VALUE)  # measured scales stand for what is clamped, and saturate
     if zero_point is not None:
         x = x - zero_point.to(tl.float32)
-    if scale is not None:
-        x = tl.div_rn(x, scale.to(tl.float32))
     if dtype.primitive_bitwidth > 8:
         codes = saturated(x, dtype)
     else:
-        x = tl.clamp(x, FORMAT.smallest, FORMAT.largest)
+        x = tl.clamp(x, FORMAT.smallest, FORMAT.largest) if scale is None else in_units(x, scale, FORMAT)
         if dtype.is_fp8():
             codes = (on_fp8_grid(x, dtype) if INTERPRETED else x).to(dtype)
         else:
-            x = (x + 12582912.0) - 12582912.0  # 1.5 * 2^23: at this size a float has no fraction, so the sum is rounded
-            if FORMAT.halves == 2 and zero_point is None:
-                x += 8.0  # nibbles are unsigned
-            codes = x.to(tl.int32).to(dtype)
+            bias = 8.0 if FORMAT.halves == 2 and zero_point is None else 0.0  # nibbles are unsigned
+            codes = (x + (12582912.0 + bias)).to(tl.int32, bitcast=True)  # 1.5 * 2^23
     return codes
 
 

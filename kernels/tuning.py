@@ -37,6 +37,24 @@ class PrefillTile:
     max_registers: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WriteTile:
+    """How `write_quantised_kv` cuts its work.
+
+    token_numbers: of K, and as many of V, that a program quantises where each token is quantised alone.
+    num_warps: of those programs, where there are no others.
+    block_numbers: that a thread takes of one head of a block quantised as a whole; gives such programs their warps.
+    block_vector: channels side by side of those; few of them leave a thread more tokens, and less to exchange.
+    block_registers: cap on registers a thread where there are such blocks.
+    """
+
+    token_numbers: int
+    num_warps: int
+    block_numbers: int
+    block_vector: int
+    block_registers: int | None = None
+
+
 ANY = 1 << 30
 MANY_PAIRS = 16  # a multiprocessor: about four programs in turn for each of the four that fit side by side
 
@@ -87,6 +105,8 @@ QUANTISED_DECODE = {
 }
 QUANTISED_DECODE[89] = QUANTISED_DECODE[80]  # 89 and 100: compiled, never measured
 QUANTISED_DECODE[100] = [(False, ANY, 128, DecodeTile(8, 64, 4, 3, 2, 256, 192)), *QUANTISED_DECODE[80][1:]]
+
+QUANTISED_WRITE = WriteTile(2048, 2, 128, 2, 168)  # compiled, never measured
 
 # Rows (head size <=, tile).
 PREFILL = {

@@ -25,53 +25,63 @@ from triton.language.extra.cuda import gdc_wait
 
 from .dequantise import stored
 from .pages import QuantisedKVPages
-from .quantise import LARGEST_VALUE, CodeFormat, code_format, extremes, half_codes
+from .quantise import CodeFormat, code_format, extremes, half_codes
 from .rope import launch_options
+from .tuning import QUANTISED_WRITE, WriteTile
 
 
 @triton.jit
-def load_rows(new_row, is_new, tail_row, is_waiting, at, ok):
-    """Values of rows that are new, or wait in a tail (None: none does), as float32."""
-    x = tl.load(new_row + at, mask=is_new & ok, other=0.0)
-    if tail_row is not None:
-        # Through the tail's dtype in any case: what a block holds does not depend on how its tokens came.
-        x = x.to(tail_row.dtype.element_ty).to(tl.float32)
-        x += tl.load(tail_row + at, mask=is_waiting & ok, other=0.0).to(tl.float32)
-    return tl.clamp(x.to(tl.float32), -LARGEST_VALUE, LARGEST_VALUE)
+def row_channels(FORMAT: CodeFormat, VECTOR: tl.constexpr):
+    """(group, offset in a row, whether it exists) of a tile [1, groups, width] of half a row.
+
+    VECTOR: as many channels side by side are loaded and stored by a thread at most (0: what suits the memory best). All
+    tokens of a block share a channel's extremes; few channels a thread leave all its tokens to the same thread.
+    """
+    g = tl.arange(0, triton.next_power_of_2(FORMAT.groups))[None, :, None]
+    c = tl.arange(0, triton.next_power_of_2(FORMAT.width))[None, None, :]
+    at = g * FORMAT.width + c
+    inside = (g < FORMAT.groups) & (c < FORMAT.width)
+    if VECTOR:
+        at = at // VECTOR * VECTOR + at % VECTOR  # the same numbers; the compiler sees no longer runs than VECTOR
+    return g, at, inside
+
+
+@triton.jit
+def load_rows(row, ok, FORMAT: CodeFormat, VECTOR: tl.constexpr):
+    """Rows of one head each, row: pointers [rows, 1, 1], as tiles of their two halves (not int4: the whole, twice)."""
+    _, at, inside = row_channels(FORMAT, VECTOR)
+    low = tl.load(row + at, mask=ok & inside, other=0.0)
+    high = low
+    if FORMAT.halves == 2:
+        high = tl.load(row + FORMAT.groups * FORMAT.width + at, mask=ok & inside, other=0.0)
+    return low, high
 
 
 @triton.jit
 def write_rows(
-    pages, new_row, is_new, tail_row, is_waiting, block, head, offset, FORMAT: CodeFormat, OVER_TOKENS: tl.constexpr
+    pages, x, x_high, ok, block, head, offset, FORMAT: CodeFormat, OVER_TOKENS: tl.constexpr, VECTOR: tl.constexpr
 ):
-    """Quantise rows of one head each and store their codes and scales.
+    """Quantise rows (load_rows) and store their codes and scales.
 
-    new_row, tail_row: pointers [rows, 1, 1] to the first channel. is_new, is_waiting: where to load which.
-    block, head, offset: place of each row, [rows, 1, 1] or scalars. OVER_TOKENS: the rows are a block and share scales.
+    ok, block, head, offset: whether each row exists and its place, [rows, 1, 1] or scalars. OVER_TOKENS: the rows are a
+    block and share scales.
     """
-    g = tl.arange(0, triton.next_power_of_2(FORMAT.groups))[None, :, None]
-    c = tl.arange(0, triton.next_power_of_2(FORMAT.width))[None, None, :]
-    half = FORMAT.groups * FORMAT.width
-    at = g * FORMAT.width + c
-    inside = (g < FORMAT.groups) & (c < FORMAT.width)
-    row_ok = is_new if tail_row is None else is_new | is_waiting
-    ok = row_ok & inside
-
+    g, at, inside = row_channels(FORMAT, VECTOR)
     scale_at = None
     scale_ok = None
     if pages.scales is not None:
         scale_at = block * pages.scale_block + head * pages.scale_head + g
+        scale_ok = g < FORMAT.groups
         if not OVER_TOKENS:
             scale_at += offset * pages.scale_slot
-        scale_ok = (g < FORMAT.groups) & (tl.max(row_ok.to(tl.int32), 0, keep_dims=True) > 0 if OVER_TOKENS else row_ok)
+            scale_ok &= ok
 
-    x = load_rows(new_row, is_new, tail_row, is_waiting, at, inside)
-    low, high = extremes(x, ok, pages.zero_points, OVER_TOKENS)
+    counts = inside & ok if OVER_TOKENS else inside
+    x = x.to(tl.float32)
+    low, high = extremes(x, counts, pages.zero_points, OVER_TOKENS)
     if FORMAT.halves == 2:
-        x_high = load_rows(
-            new_row + half, is_new, None if tail_row is None else tail_row + half, is_waiting, at, inside
-        )
-        low_2, high_2 = extremes(x_high, ok, pages.zero_points, OVER_TOKENS)
+        x_high = x_high.to(tl.float32)
+        low_2, high_2 = extremes(x_high, counts, pages.zero_points, OVER_TOKENS)
         if FORMAT.one_group:
             low = tl.minimum(low, low_2)
             high = tl.maximum(high, high_2)
@@ -82,73 +92,73 @@ def write_rows(
     else:
         codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT)
     code_row = pages.codes + block * pages.block + head * pages.head + offset * pages.slot
-    tl.store(code_row + at, codes, mask=ok)
+    tl.store(code_row + at, codes.to(pages.codes.dtype.element_ty), mask=ok & inside)
 
 
 @triton.jit
-def write_token(
-    new, new_token, new_head, pages, slot_mapping, token, heads,
-    NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: CodeFormat,
-):  # fmt: skip
-    """Quantise the rows of a token's heads, each on its own, into its slot."""
-    slot = tl.load(slot_mapping + token)
-    row = new + token * new_token + heads * new_head
-    ok = (heads < NUM_HEADS) & (slot >= 0)
-    write_rows(pages, row, ok, None, None, slot // BLOCK_SIZE, heads, slot % BLOCK_SIZE, FORMAT, False)
-
-
-@triton.jit
-def write_block(
-    new, new_token, new_head, pages, slot_mapping, first, num_waiting, tail_index, head,
-    BLOCK_SIZE: tl.constexpr, FORMAT: CodeFormat,
-):  # fmt: skip
-    """Quantise one head of a block: slots below num_waiting from the tail, slot s of the others is token first + s."""
-    slot = tl.arange(0, triton.next_power_of_2(BLOCK_SIZE))[:, None, None]
-    new_row = new + (first + slot) * new_token + head * new_head
-    tail_row = pages.tail + tail_index * pages.tail_row + head * pages.tail_head + slot * pages.tail_slot
-    block = tl.load(slot_mapping + first + BLOCK_SIZE - 1) // BLOCK_SIZE
-    is_new = (slot >= num_waiting) & (slot < BLOCK_SIZE)
-    write_rows(pages, new_row, is_new, tail_row, slot < num_waiting, block, head, slot, FORMAT, True)
+def keep_in_tail(new_row, new_token, tail_row, tail_slot, first, last, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr):
+    """Copy slots [first, last) of a block into the tail; new_row: where slot 0 would be among the new tokens."""
+    slot = tl.arange(0, triton.next_power_of_2(BLOCK_SIZE))[:, None]
+    d = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    ok = (slot >= first) & (slot < last) & (d < DIM)
+    tl.store(tail_row + slot * tail_slot + d, tl.load(new_row + slot * new_token + d, mask=ok), mask=ok)
 
 
 @triton.jit
 def write_through_tail(
     new, new_token, new_head, pages, slot_mapping, seq_lens, query_start_loc, tail_rows, num_tokens, num_seqs,
-    program, head, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, FORMAT: CodeFormat,
+    program, head, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, FORMAT: CodeFormat, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One head of what sequence `program` completes and leaves waiting; then of the whole block begun in a window."""
-    slot = tl.arange(0, triton.next_power_of_2(BLOCK_SIZE))
-    if program >= num_seqs:
+    new += head * new_head
+    tail_row = pages.tail + head * pages.tail_head
+    of_sequence = program < num_seqs
+    begin = tl.zeros([], dtype=tl.int64)
+    end = begin  # tokens [begin, end) of the batch are the sequence's, after num_waiting in its tail
+    num_waiting = begin
+    if of_sequence:
+        begin = tl.load(query_start_loc + program).to(tl.int64)
+        end = tl.load(query_start_loc + program + 1).to(tl.int64)
+        if tl.load(slot_mapping + begin, mask=end > begin, other=-1) < 0:  # padding
+            end = begin
+        tail_row += tl.load(tail_rows + program).to(tl.int64) * pages.tail_row
+        num_waiting = tl.maximum(tl.load(seq_lens + program) - (end - begin), 0) % BLOCK_SIZE
+        block_begin = begin - num_waiting
+        is_full = (num_waiting > 0) & (end - block_begin >= BLOCK_SIZE)
+        rows = tail_row
+        row_stride = pages.tail_slot
+        if is_full:
+            keep_in_tail(
+                new + block_begin * new_token, new_token, tail_row, pages.tail_slot, num_waiting, BLOCK_SIZE,
+                BLOCK_SIZE, DIM,
+            )  # fmt: skip
+            tl.debug_barrier()  # what one thread has copied another one reads
+    else:
+        slot = tl.arange(0, triton.next_power_of_2(BLOCK_SIZE))
         token = (program - num_seqs).to(tl.int64) * BLOCK_SIZE + slot
         last = token + BLOCK_SIZE - 1
         candidate = (slot < BLOCK_SIZE) & (last < num_tokens)
         place = tl.load(slot_mapping + token, mask=candidate, other=-1)
         last_place = tl.load(slot_mapping + last, mask=candidate, other=-1)
         is_whole = (place >= 0) & (place % BLOCK_SIZE == 0) & (last_place == place + BLOCK_SIZE - 1)
-        first = tl.max(tl.where(is_whole, token, -1), 0)
-        if first >= 0:
-            write_block(new, new_token, new_head, pages, slot_mapping, first, 0, 0, head, BLOCK_SIZE, FORMAT)
-    else:
-        begin = tl.load(query_start_loc + program).to(tl.int64)
-        query_len = tl.load(query_start_loc + program + 1) - begin
-        seq_len = tl.load(seq_lens + program)
-        if tl.load(slot_mapping + begin, mask=query_len > 0, other=-1) >= 0:
-            tail_index = tl.load(tail_rows + program).to(tl.int64)
-            num_waiting = (seq_len - query_len) % BLOCK_SIZE
-            if num_waiting > 0 and num_waiting + query_len >= BLOCK_SIZE:
-                first = begin - num_waiting
-                write_block(
-                    new, new_token, new_head, pages, slot_mapping, first, num_waiting, tail_index, head,
-                    BLOCK_SIZE, FORMAT,
-                )  # fmt: skip
-                tl.debug_barrier()  # all threads have read the tail before one of them writes to it
-            first = begin + query_len - seq_len % BLOCK_SIZE
-            d = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
-            waits = (slot < seq_len % BLOCK_SIZE) & (first + slot >= begin)
-            ok = waits[:, None] & (d < DIM)
-            x = tl.load(new + ((first + slot) * new_token + head * new_head)[:, None] + d, mask=ok)
-            tail_row = pages.tail + tail_index * pages.tail_row + head * pages.tail_head + slot * pages.tail_slot
-            tl.store(tail_row[:, None] + d, x.to(pages.tail.dtype.element_ty), mask=ok)
+        block_begin = tl.max(tl.where(is_whole, token, -1), 0)
+        is_full = block_begin >= 0
+        rows = new + block_begin * new_token
+        row_stride = new_token
+
+    if is_full:
+        slot = tl.arange(0, triton.next_power_of_2(BLOCK_SIZE))[:, None, None]
+        ok = slot < BLOCK_SIZE
+        block = tl.load(slot_mapping + block_begin + BLOCK_SIZE - 1) // BLOCK_SIZE
+        x, x_high = load_rows(rows + slot * row_stride, ok, FORMAT, VECTOR)
+        write_rows(pages, x, x_high, ok, block, head, slot, FORMAT, True, VECTOR)
+    if of_sequence:
+        tl.debug_barrier()  # the tail has been read before it is written to
+        last_begin = end - (num_waiting + end - begin) % BLOCK_SIZE
+        keep_in_tail(
+            new + last_begin * new_token, new_token, tail_row, pages.tail_slot, tl.maximum(begin - last_begin, 0),
+            end - last_begin, BLOCK_SIZE, DIM,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -156,7 +166,7 @@ def write_quantised_kv_kernel(
     k_new, v_new, k, v, slot_mapping, seq_lens, query_start_loc, tail_rows, num_tokens, num_seqs,
     k_new_token, k_new_head, v_new_token, v_new_head,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, EARLY: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, VECTOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs in a line: with tails (sequence, head) ... (window, head) ..., then (token, HEADS heads) ... without."""
     if EARLY:
@@ -170,22 +180,31 @@ def write_quantised_kv_kernel(
         if k.tail is not None:
             write_through_tail(
                 k_new, k_new_token, k_new_head, k, slot_mapping, seq_lens, query_start_loc, tail_rows, num_tokens,
-                num_seqs, program // NUM_HEADS, head, BLOCK_SIZE, DIM_K, K_FORMAT,
+                num_seqs, program // NUM_HEADS, head, BLOCK_SIZE, DIM_K, K_FORMAT, VECTOR,
             )  # fmt: skip
         if v.tail is not None:
             write_through_tail(
                 v_new, v_new_token, v_new_head, v, slot_mapping, seq_lens, query_start_loc, tail_rows, num_tokens,
-                num_seqs, program // NUM_HEADS, head, BLOCK_SIZE, DIM_V, V_FORMAT,
+                num_seqs, program // NUM_HEADS, head, BLOCK_SIZE, DIM_V, V_FORMAT, VECTOR,
             )  # fmt: skip
     else:
         head_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
         token_program = program - block_programs
         token = (token_program // head_groups).to(tl.int64)
         heads = (token_program % head_groups * HEADS + tl.arange(0, HEADS))[:, None, None]
+        slot = tl.load(slot_mapping + token)
+        ok = (heads < NUM_HEADS) & (slot >= 0)
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
+        # K and V are both on their way before either is looked at.
         if k.tail is None:
-            write_token(k_new, k_new_token, k_new_head, k, slot_mapping, token, heads, NUM_HEADS, BLOCK_SIZE, K_FORMAT)
+            k_row, k_high = load_rows(k_new + token * k_new_token + heads * k_new_head, ok, K_FORMAT, 0)
         if v.tail is None:
-            write_token(v_new, v_new_token, v_new_head, v, slot_mapping, token, heads, NUM_HEADS, BLOCK_SIZE, V_FORMAT)
+            v_row, v_high = load_rows(v_new + token * v_new_token + heads * v_new_head, ok, V_FORMAT, 0)
+        if k.tail is None:
+            write_rows(k, k_row, k_high, ok, block, heads, offset, K_FORMAT, False, 0)
+        if v.tail is None:
+            write_rows(v, v_row, v_high, ok, block, heads, offset, V_FORMAT, False, 0)
 
 
 def write_quantised_kv(
@@ -211,10 +230,10 @@ def write_quantised_kv(
     """
     check_write_inputs(k_new, v_new, kv, slot_mapping, seq_lens, query_start_loc, tail_rows)
     if k_new.shape[0]:
-        grid, arguments, constants, num_warps = write_launch(
+        grid, arguments, constants, options = write_launch(
             k_new, v_new, kv, slot_mapping, seq_lens, query_start_loc, tail_rows
         )
-        write_quantised_kv_kernel[grid](*arguments, **constants, **launch_options(k_new.device), num_warps=num_warps)
+        write_quantised_kv_kernel[grid](*arguments, **constants, **launch_options(k_new.device), **options)
 
 
 def write_launch(
@@ -225,15 +244,18 @@ def write_launch(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     tail_rows: torch.Tensor | None,
-) -> tuple[tuple[Any], tuple[Any, ...], dict[str, Any], Any]:
-    """(grid, arguments, constants, num_warps) of the kernel."""
+    tile: WriteTile = QUANTISED_WRITE,
+) -> tuple[tuple[Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """(grid, arguments, constants, options) of the kernel."""
     num_tokens, num_heads, _ = k_new.shape
     num_seqs, block_size = seq_lens.shape[0], kv.block_size
     k_waits, v_waits = kv.k_tail is not None, kv.v_tail is not None
     dim = triton.next_power_of_2(max(kv.head_dim_k, kv.head_dim_v))
-    block_numbers = triton.next_power_of_2(block_size) * dim if k_waits or v_waits else 0
-    num_warps = min(16, max(4, block_numbers // 512))  # 16 numbers a thread
-    heads = min(triton.next_power_of_2(num_heads), max(1, 512 * num_warps // dim))
+    num_warps, registers = tile.num_warps, None
+    if k_waits or v_waits:
+        num_warps = min(16, max(1, triton.next_power_of_2(block_size) * dim // (32 * tile.block_numbers)))
+        registers = tile.block_registers and min(tile.block_registers, 2048 // num_warps)  # 2^16 a multiprocessor
+    heads = min(triton.next_power_of_2(num_heads), max(1, max(tile.token_numbers, 512 * num_warps) // dim))
     block_programs = (num_seqs + num_tokens // block_size) * num_heads if k_waits or v_waits else 0
     token_programs = 0 if k_waits and v_waits else num_tokens * triton.cdiv(num_heads, heads)
     arguments = (
@@ -244,8 +266,10 @@ def write_launch(
     constants = dict(
         NUM_HEADS=num_heads, HEADS=heads, BLOCK_SIZE=block_size, DIM_K=kv.head_dim_k, DIM_V=kv.head_dim_v,
         K_FORMAT=code_format(kv.k, kv.head_dim_k, k_waits), V_FORMAT=code_format(kv.v, kv.head_dim_v, v_waits),
+        VECTOR=tile.block_vector,
     )  # fmt: skip
-    return (block_programs + token_programs,), arguments, constants, num_warps
+    options = dict(num_warps=num_warps) | ({} if registers is None else dict(maxnreg=registers))
+    return (block_programs + token_programs,), arguments, constants, options
 
 
 def check_write_inputs(
@@ -257,7 +281,9 @@ def check_write_inputs(
     query_start_loc: torch.Tensor,
     tail_rows: torch.Tensor | None,
 ) -> None:
-    for name, new, head_dim in (("k_new", k_new, kv.head_dim_k), ("v_new", v_new, kv.head_dim_v)):
+    for name, new, head_dim, tail in (
+        ("k_new", k_new, kv.head_dim_k, kv.k_tail), ("v_new", v_new, kv.head_dim_v, kv.v_tail)
+    ):  # fmt: skip
         if new.ndim != 3 or new.shape[1:] != (kv.num_kv_heads, head_dim) or new.shape[0] != k_new.shape[0]:
             raise ValueError(
                 f"{name} must be [num_tokens, {kv.num_kv_heads}, {head_dim}], got {tuple(new.shape)} "
@@ -265,6 +291,8 @@ def check_write_inputs(
             )
         if new.stride(2) != 1:
             raise ValueError(f"{name} must be contiguous along head_dim")
+        if tail is not None and tail.dtype != new.dtype:
+            raise TypeError(f"{name} must have the dtype of its tail, {tail.dtype}, got {new.dtype}")
     if slot_mapping.dtype != torch.int64:
         raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
     if slot_mapping.shape != k_new.shape[:1]:

@@ -90,20 +90,29 @@ def hard_rows(num_tokens, num_heads, head_dim, dtype=torch.float16):
     return x.to(DEVICE, dtype)
 
 
-OTHER_SIZES = [("int8", 96), ("int4", 80), ("fp8", 128), ("int8 per channel", 96), ("int4 per channel", 80)]
+SIZES = [  # heads, head size, block size
+    *((name, 3, 64, 4, torch.float32) for name in FORMATS),
+    *(
+        (*case, torch.float16)
+        for case in (
+            ("int8", 5, 96, 16), ("int8", 1, 256, 16), ("int4", 5, 80, 16), ("fp8", 3, 128, 16),
+            ("int8 per channel", 3, 96, 4), ("int8 per channel", 5, 192, 48), ("int4 per channel", 3, 80, 4),
+            ("int4 per channel", 5, 128, 16), ("int4 per channel", 2, 128, 32), ("int4 per channel", 1, 256, 64),
+            ("int4 per channel", 1, 64, 256), ("int4 per channel", 3, 192, 48),
+        )
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, head_dim, dtype",
-    [(name, 64, torch.float32) for name in FORMATS] + [(*case, torch.float16) for case in OTHER_SIZES],
-)
-def test_codes_and_scales_are_those_of_the_quantiser(name, head_dim, dtype):
-    k, v = hard_rows(8, 3, 2 * head_dim, dtype).split(head_dim, 2)  # views of a merged projection
-    cache = Cache(FORMATS[name], FORMATS["int8"], 5, 4, 3, head_dim, dtype)
+@pytest.mark.parametrize("name, num_heads, head_dim, block_size, dtype", SIZES)
+def test_codes_and_scales_are_those_of_the_quantiser(name, num_heads, head_dim, block_size, dtype):
+    num_tokens = 2 * block_size
+    k, v = hard_rows(num_tokens, num_heads, 2 * head_dim, dtype).split(head_dim, 2)  # views of a merged projection
+    cache = Cache(FORMATS[name], FORMATS["int8"], 5, block_size, num_heads, head_dim, dtype)
     blocks = torch.tensor([3, 1])
-    slots = (blocks[:, None] * 4 + torch.arange(4)).flatten()
-    cache.write(k, v, slots, [8], [8], [2])
-    assert_blocks(cache.kv.k, blocks, quantise(k, FORMATS[name], block_size=4))
+    slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
+    cache.write(k, v, slots, [num_tokens], [num_tokens], [2])
+    assert_blocks(cache.kv.k, blocks, quantise(k, FORMATS[name], block_size=block_size))
     assert_blocks(cache.kv.v, blocks, quantise(v, FORMATS["int8"]))
     untouched = cache.kv.k.codes.view(torch.uint8)[[0, 2, 4]]
     assert (untouched == 255).all()
@@ -159,7 +168,7 @@ def test_a_block_is_quantised_when_it_is_full_however_its_tokens_come(name, chun
 def test_bad_input_is_named():
     from labkit.kernels import write_quantised_kv
 
-    x, slots = torch.zeros(2, 3, 64), torch.zeros(2, dtype=torch.int64)
+    x, slots = torch.zeros(2, 3, 64, dtype=torch.float16), torch.zeros(2, dtype=torch.int64)
     meta = dict(seq_lens=torch.tensor([2]), query_start_loc=torch.tensor([0, 2]), tail_rows=None)
     tails = Cache(FORMATS["int4 per channel"], FORMATS["int8"], 3, 8, 3, 64).kv
     with pytest.raises(ValueError, match="tail_rows must be"):
@@ -177,6 +186,8 @@ def test_bad_input_is_named():
         write_quantised_kv(x, x, kv._replace(k=shared), slots, **meta)
     with pytest.raises(ValueError, match="need a tail"):
         write_quantised_kv(x, x, tails._replace(k_tail=None), slots, **meta)
+    with pytest.raises(TypeError, match="k_new must have the dtype of its tail"):
+        write_quantised_kv(x.float(), x, tails, slots, **meta)
 
 
 @pytest.mark.gpu
@@ -190,3 +201,21 @@ def test_a_long_prefill_bit_for_bit_on_a_gpu(name, dtype):
     cache.write(x, x, slots, [2048], [2048], [0])
     assert_blocks(cache.kv.k, blocks, quantise(x, FORMATS[name], block_size=16))
     assert_blocks(cache.kv.v, blocks, quantise(x, FORMATS["int8"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SIZES, ids=str)
+def test_other_sizes_bit_for_bit_on_a_gpu(case):
+    test_codes_and_scales_are_those_of_the_quantiser(*case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed_scales_on_a_gpu(name):
+    test_scales_that_are_fixed_before_the_run_are_read_and_saturate(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+def test_tails_on_a_gpu(chunks):
+    test_a_block_is_quantised_when_it_is_full_however_its_tokens_come("int4 per channel", chunks)
