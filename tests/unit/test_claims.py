@@ -1,12 +1,18 @@
 """Every claim of the two articles has a verdict, and its numbers come out as the arithmetic says."""
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from typer import Exit
 
-from labkit.experiments.claims import CLAIMS, VERDICTS
+from labkit.experiments import recorded
+from labkit.experiments.claims import CLAIMS, VERDICTS, __main__, measurements
 from labkit.experiments.claims.evidence import LOOKUPS, claims_table, evidence
-from labkit.experiments.claims.measurements import attention_flops, gain_by_spread
+from labkit.experiments.claims.measurements import attention_flops, gain_by_spread, kv_share
+from labkit.figures.claim_card import claim_cards
 
 IDS = [f"A{n}" for n in range(1, 42)] + [f"B{n}" for n in range(1, 51)]
 
@@ -117,3 +123,53 @@ def test_what_was_measured_here_stands_on_the_card(tmp_path):
     path.write_text(json.dumps({"provenance": {"gpu": "My GPU", "commit": "abc"}, "rows": [row]}))
     text = str(claim_cards("A6", here=measured_here(path)))
     assert "here: KV cache allocated (fp16): 50 GiB [mine.json, My GPU, commit abc]" in text
+
+
+def test_what_a_gpu_will_measure_stands_on_the_cards(tmp_path: Path, monkeypatch):
+    """The file as the command writes it, its figures made up, one measurement failing: the others come through."""
+
+    def made_up(*claims: str) -> Any:
+        def rows(*_: object) -> list[measurements.Row]:
+            return [measurements._row(name, "something", "1 x 2 tokens", 1234.5, "ms") for name in claims]
+
+        return rows
+
+    def fail(*_: object) -> list[measurements.Row]:
+        raise torch.OutOfMemoryError("no room")
+
+    def where(name: str) -> Path:
+        return tmp_path / name if name.endswith("claims.json") else Path(recorded.__file__).parents[1] / "data" / name
+
+    file = tmp_path / "results" / "h200" / "claims.json"
+    gpu = {"pool_allocation": ("A6",), "joined_against_paged": ("A19",), "cache_peaks": ("A8",), "kv_share": ("B11",)}
+    for name, claims in (gpu | {"decode_steps": ("A1", "A34")}).items():
+        monkeypatch.setattr(measurements, name, made_up(*claims))
+    monkeypatch.setattr(measurements, "activation_peaks", fail)
+    monkeypatch.setattr(__main__, "random_model", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(__main__, "provenance", lambda: {"gpu": "NVIDIA H200", "commit": "abc"})
+    with pytest.raises(Exit) as end:
+        __main__.main(file)
+    assert end.value.exit_code == 1
+
+    monkeypatch.setattr(recorded, "data_path", where)
+    recorded.results.cache_clear()
+    try:
+        cards = {name: claim_cards(name) for name in ("A1", "A6", "A8", "A19", "A34", "B11", "B21", "B24", "A28")}
+        assert not evidence("A28")
+        for name in ("A1", "A6", "A8", "A19", "A34", "B11"):
+            line = "something (1 x 2 tokens): 1,234 ms [claims.json, NVIDIA H200, commit abc]"
+            assert line in str(cards[name]) and line in cards[name]._repr_html_()
+        assert "claims.json" in str(cards["B21"]) and "claims.json" in str(cards["B24"])
+        assert claims_table().set_index("id").measured["A6"].startswith("something")
+    finally:
+        recorded.results.cache_clear()
+
+
+def test_the_share_of_the_cache_grows_with_the_batch():
+    from labkit.kv_math import ModelShape
+    from labkit.models import random_model
+
+    model = random_model(ModelShape("tiny", 1, 2, 2, 8, 16, 16, 64, 2048), dtype="float32", device="cpu")
+    one, most_of_one, three, most_of_three = (row["value"] for row in kv_share(model, (1, 3)))
+    assert 0 < one < most_of_one < 100 and one < three < most_of_three

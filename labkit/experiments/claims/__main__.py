@@ -48,6 +48,7 @@ def main(
     model = random_model(shape, device=device)
     add("caches of transformers", lambda: m.cache_peaks(model, [128, 256, 512, 1024] * 2, 32))
     add("activations", lambda: m.activation_peaks(model, [512, 2048, 8192, 16384]))
+    add("share of the KV cache", lambda: m.kv_share(model))
     add("decode steps", lambda: m.decode_steps(model, bandwidth * 1e9))
     if failed:
         raise typer.Exit(1)

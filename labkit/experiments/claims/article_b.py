@@ -101,7 +101,7 @@ ARTICLE_B = (
         "Over a dialogue of 2000 tokens KV's share of memory rises from 35 to 78 %.",
         "unverifiable",
         "No batch is given. One dialogue with the 7B ends at {one:.1f} %; 78 % needs {tokens:,.0f} tokens in flight.",
-        "KV / (KV + weights) over a run",
+        "KV / (KV + weights) over a run (claims.json)",
         numbers=lambda: {"one": _share(2000), "tokens": 0.78 / 0.22 * a.weights(SEVEN) / a.kv(SEVEN)},
     ),
     Claim("B12", "It is called PageAttention.", "wrong", "PagedAttention.", "reading", VLLM_BLOG),

@@ -20,6 +20,9 @@ from labkit.engine import LLM
 from labkit.kv_math import GIB, ModelShape
 
 from ..engine_figures import decode_breakdown
+from ..predict_run import occupancy
+from ..serving import run_requests
+from ..serving_workload import standard_workload
 
 Row = dict[str, Any]
 
@@ -123,6 +126,25 @@ def activation_peaks(model: PreTrainedModel, budgets: Sequence[int]) -> list[Row
         with LLM(model, max_num_batched_tokens=budget, num_gpu_blocks_override=1024, enforce_eager=True) as llm:
             peak = llm.memory.activations / GIB
         rows.append(_row("A28", "peak of activations", f"max_num_batched_tokens {budget}", peak, "GiB"))
+    return rows
+
+
+def kv_share(model: PreTrainedModel, batches: Sequence[int] = (1, 16, 64)) -> list[Row]:
+    """B11: how much of weights and live KV together is KV, over a run of the first requests of the standard workload.
+
+    Of each batch, all there at once: the average over steps, and the most.
+    """
+    rows = []
+    for batch in batches:
+        requests = standard_workload(model.config.vocab_size)[:batch]
+        longest = max(len(request.prompt_token_ids) + request.num_output_tokens for request in requests)
+        with LLM(model, max_model_len=longest, enable_prefix_caching=False) as llm:
+            run_requests(llm, requests)
+            tokens = occupancy(cast(Any, llm.trace), "run")["live tokens"].to_numpy(np.float64)
+            live = tokens * llm.memory.bytes_per_token
+            share = 100 * live / (live + llm.memory.weights)
+        for name, value in (("average", share.mean()), ("most", share.max())):
+            rows.append(_row("B11", f"KV / (KV + weights), {name}", f"{batch} requests at once", value, "%"))
     return rows
 
 
