@@ -13,6 +13,7 @@ from labkit.scheduling import Request, SamplingParams, Scheduler, SchedulerConfi
 from labkit.simulation import SimulatedExecutor
 from labkit.widgets import BlockTable
 
+from .attempt import in_words
 from .exercise import Failed
 
 NUM_BLOCKS, BLOCK_SIZE = 32, 4
@@ -71,7 +72,7 @@ def run_with_pool(make_free_list: Callable[[int], FreeList]) -> Trace:
     except Failed as failure:
         raise _at_step(failure.words, trace) from None
     except Exception as error:
-        raise _at_step(f"{type(error).__name__}: {error}", trace) from None
+        raise _at_step(in_words(error), trace) from None
     if kv.num_free_blocks != NUM_BLOCKS:
         raise _at_step(f"all requests have ended, and {NUM_BLOCKS - kv.num_free_blocks} blocks are still held", trace)
     try:

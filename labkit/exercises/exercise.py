@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from dis import get_instructions
 from html import escape
 from inspect import isfunction
+from io import StringIO
 from typing import Any
 
 from labkit.figures import show
+
+from .attempt import TookTooLong, in_words, on_copies, shown, time_limit
+
+TIME_LIMIT = 15.0
+"""Seconds after which an attempt is stopped; a solution takes one or two."""
+
+TOO_LONG = f"stopped after {TIME_LIMIT:g} s, when it was still running: does a loop never end?"
 
 
 class Failed(Exception):
     """An attempt gives a wrong answer: in words, with the smallest case that shows it.
 
-    ``picture`` is shown below the words: a widget that stands at the first step that differs, or a figure.
+    ``picture`` is shown below the words: a widget that stands at the first step that differs, or a figure. ``printed``
+    is what the attempt printed in that case.
     """
 
-    def __init__(self, words: str, *, case: object = None, picture: object = None) -> None:
+    def __init__(self, words: str, *, case: object = None, picture: object = None, printed: str = "") -> None:
         super().__init__(words)
-        self.words, self.case, self.picture = words, case, picture
+        self.words, self.case, self.picture, self.printed = words, case, picture, printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +54,27 @@ class Exercise:
     solution: Callable[..., Any]
 
     def check(self, attempt: Any) -> Report:
-        """Judge an attempt. Whatever it raises is reported, never passed on: the rest of a notebook runs."""
+        """Judge an attempt. Whatever it raises is reported, never passed on: the rest of a notebook runs.
+
+        It gets :data:`TIME_LIMIT` seconds. What it prints is reported for the case that fails.
+        """
         if is_unfilled(attempt):
-            return Report(self, "open", self.task)
+            return Report(self, "open", self.task + _still_empty(attempt))
+        if not callable(attempt):
+            return Report(self, "not yet", f"pass the function or class itself, not {shown(attempt)}")
+        printed = StringIO()
         try:
-            self.judge(attempt)
+            with redirect_stdout(printed), time_limit(TIME_LIMIT):
+                self.judge(on_copies(attempt) if isfunction(attempt) else attempt)
         except Failed as failure:
             words = failure.words if failure.case is None else f"{failure.words}\n\nSmallest case: {failure.case}"
-            return Report(self, "not yet", words, failure.picture)
+            return Report(self, "not yet", words + _quoted(failure.printed or printed.getvalue()), failure.picture)
         except NotImplementedError as error:
             return Report(self, "open", f"{self.task}\n\n{error}")
-        except Exception as error:
-            return Report(self, "not yet", f"{type(error).__name__}: {error}")
+        except TookTooLong:
+            return Report(self, "not yet", TOO_LONG + _quoted(printed.getvalue()))
+        except (Exception, SystemExit) as error:
+            return Report(self, "not yet", in_words(error) + _quoted(printed.getvalue()))
         return Report(self, "passed", "All cases pass.")
 
 
@@ -100,6 +119,19 @@ def is_unfilled(attempt: Any) -> bool:
         return False
     steps = [step for step in get_instructions(attempt) if step.opname not in ("RESUME", "NOP")]
     return all(step.opname in ("LOAD_CONST", "RETURN_VALUE", "RETURN_CONST") and step.argval is None for step in steps)
+
+
+def _still_empty(attempt: Any) -> str:
+    """The methods of a class that have no body yet, if others have one."""
+    methods = [member for member in vars(attempt).values() if isfunction(member)] if isinstance(attempt, type) else []
+    empty = [method.__name__ for method in methods if is_unfilled(method)]
+    return f"\n\nStill empty: {', '.join(empty)}." if len(empty) < len(methods) else ""
+
+
+def _quoted(printed: str) -> str:
+    """The beginning of what was printed, as a paragraph."""
+    text = printed.strip()
+    return f"\n\nIt printed: {text[:500]}{' ...' if len(text) > 500 else ''}" if text else ""
 
 
 def solution_source(exercise: Exercise) -> Any:

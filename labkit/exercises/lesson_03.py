@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from hypothesis import strategies as st
 
-from .exercise import Exercise, Failed
-from .judging import on_all, same
+from .exercise import Exercise
+from .judging import close, on_all, same
 
 
 def slot_of(position: int, block_table: Sequence[int], block_size: int) -> int:
@@ -59,9 +59,7 @@ def _judge_online_softmax(attempt: type) -> None:
             state.add([score + shift for score, _ in tile], [value for _, value in tile])
         pairs = torch.tensor([pair for tile in tiles for pair in tile], dtype=torch.float64)
         expected = float(pairs[:, 0].softmax(0) @ pairs[:, 1])
-        got = state.result()
-        if not isinstance(got, float) or not math.isclose(got, expected, rel_tol=1e-9, abs_tol=1e-9):
-            raise Failed(f"result() should be {expected:.6g}, got {got!r} (scores shifted by {shift:g})")
+        close(state.result(), expected, f"result(), with scores shifted by {shift:g},")
 
     tile = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4)
     on_all(st.tuples(st.lists(tile, min_size=1, max_size=4), far), compare)
@@ -76,9 +74,7 @@ def merge(parts: Sequence[tuple[float, float, float]]) -> float:
 
 def _judge_merge(attempt: Callable[..., float]) -> None:
     def compare(parts: list[tuple[float, float, float]]) -> None:
-        got, expected = attempt(parts), merge(parts)
-        if not isinstance(got, float) or not math.isclose(got, expected, rel_tol=1e-9, abs_tol=1e-9):
-            raise Failed(f"merge should give {expected:.6g}, got {got!r}")
+        close(attempt(parts), merge(parts), "what the parts merge to")
 
     part = st.tuples(st.floats(-50, 50), st.floats(0.5, 50), st.floats(-50, 50))
     on_all(st.lists(part, min_size=1, max_size=4), compare)

@@ -12,7 +12,7 @@ from labkit.scheduling import Request, SamplingParams, Scheduler, SchedulerConfi
 from labkit.simulation import RooflineCost, SimulatedExecutor, simulate
 
 from .exercise import Exercise, Failed
-from .judging import on_all, same
+from .judging import as_list, close, on_all, same
 
 
 def busy_share(output_lens: Sequence[int]) -> float:
@@ -22,9 +22,7 @@ def busy_share(output_lens: Sequence[int]) -> float:
 
 def _judge_busy_share(attempt: Callable[..., float]) -> None:
     def compare(lens: list[int]) -> None:
-        got = attempt(lens)
-        if not isinstance(got, int | float) or abs(got - busy_share(lens)) > 1e-9:
-            raise Failed(f"the share should be {busy_share(lens):.4g}, got {got!r}")
+        close(attempt(lens), busy_share(lens), "the share")
 
     on_all(st.lists(st.integers(1, 2000), min_size=1, max_size=8), compare)
 
@@ -108,19 +106,19 @@ def block_hashes(token_ids: Sequence[int], block_size: int, salt: str | None = N
 def _judge_block_hashes(attempt: Callable[..., list[int]]) -> None:
     def compare(case: tuple[list[int], int, int]) -> None:
         tokens, size, at = case
-        hashes = list(attempt(tokens, size))
+        hashes = as_list(attempt(tokens, size))
         same(len(hashes), len(tokens) // size, f"the number of hashes of {len(tokens)} tokens in blocks of {size}")
-        same(list(attempt(list(tokens), size)), hashes, "the hashes of the same tokens, asked again,")
+        same(as_list(attempt(tokens, size)), hashes, "the hashes of the same tokens, asked again,")
         changed = [*tokens]
         changed[at % len(tokens)] += 1
-        other = list(attempt(changed, size))
+        other = as_list(attempt(changed, size))
         first = at % len(tokens) // size
         for i, (a, b) in enumerate(zip(hashes, other, strict=True)):
             if (a == b) != (i < first):
                 where = "before" if i < first else "at or after"
                 verb = "must not" if i < first else "must"
                 raise Failed(f"token {at % len(tokens)} changed: the hash of block {i}, {where} it, {verb} change")
-        if hashes and set(attempt(tokens, size, "a")) & set(attempt(tokens, size, "b")):
+        if hashes and set(as_list(attempt(tokens, size, "a"))) & set(as_list(attempt(tokens, size, "b"))):
             raise Failed("two tenants with different salts must never share a block: the salt is not in every hash")
         if any(a == b for a, b in pairwise(hashes)):
             raise Failed("two blocks of equal tokens at different places must differ: what came before counts")

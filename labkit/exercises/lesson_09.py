@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from .exercise import Exercise, Failed
-from .judging import on_all
+from .exercise import Exercise
+from .judging import close, on_all
 
 
 def kv_share_percent(tokens_in_flight: int, bytes_per_token: int, weight_bytes: int) -> float:
@@ -24,9 +24,7 @@ def saved_percent(before: int, after: int) -> float:
 def _judge(expected: Callable[..., float], cases: st.SearchStrategy, what: str) -> Callable[[Callable], None]:
     def judge(attempt: Callable[..., float]) -> None:
         def compare(case: tuple[int, ...]) -> None:
-            got, right = attempt(*case), expected(*case)
-            if not isinstance(got, int | float) or abs(got - right) > 1e-6 * max(1, abs(right)):
-                raise Failed(f"{what} should be {right:.4g}, got {got!r}")
+            close(attempt(*case), expected(*case), what, rel_tol=1e-6)
 
         on_all(cases, compare)
 

@@ -1,6 +1,11 @@
 """Every exercise: its solution passes, an empty stub gets the task, a wrong attempt hears why."""
 
+import math
+import sys
+from contextlib import suppress
+
 import pytest
+import torch
 
 from labkit import exercises
 from labkit.exercises.exercise import is_unfilled
@@ -64,6 +69,76 @@ def test_the_smallest_case_is_shown():
 def test_an_exception_in_an_attempt_is_reported():
     report = exercises.check("01-bytes-per-token", lambda *sizes: 1 // 0)
     assert report.state == "not yet" and "ZeroDivisionError" in report.words
+
+
+def test_the_readers_line_is_named():
+    report = exercises.check("01-bytes-per-token", lambda *sizes: sizes[7])
+    assert "IndexError" in report.words and "sizes[7]" in report.words and "Smallest case" in report.words
+
+
+@pytest.mark.parametrize("exercise_id", IDS)
+@pytest.mark.parametrize("answer", [None, [object()], math.nan, torch.zeros(3)], ids=lambda a: type(a).__name__)
+def test_an_answer_of_the_wrong_kind_is_told_apart(exercise_id, answer):
+    def attempt(*args, **kwargs):
+        return answer if args or kwargs else None
+
+    report = exercises.check(exercise_id, attempt)
+    assert report.state == "not yet" and "truth" not in report.words and "ambiguous" not in report.words
+    assert not (answer is None and "object is not iterable" in report.words)
+
+
+@pytest.mark.parametrize("exercise_id", ["01-bytes-in-blocks", "04-priority", "05-gqa", "02-free-list"])
+def test_an_attempt_that_never_ends_is_stopped(exercise_id, monkeypatch):
+    def attempt(*args):
+        while True:
+            with suppress(Exception):
+                sum(range(1000))
+
+    monkeypatch.setattr("labkit.exercises.exercise.TIME_LIMIT", 0.5)
+    report = exercises.check(exercise_id, attempt)
+    assert report.state == "not yet" and "does a loop never end?" in report.words
+    assert ("Smallest case" in report.words) == (exercise_id in ("01-bytes-in-blocks", "05-gqa"))
+    assert sum(range(10**6)) == 499999500000, "nothing is raised later"
+
+
+def test_an_attempt_that_leaves_python_is_reported():
+    report = exercises.check("07-steps", lambda *_: sys.exit("enough"))
+    assert report.state == "not yet" and "SystemExit: enough" in report.words
+
+
+def test_what_is_printed_is_shown_for_the_smallest_case_only(capsys):
+    def busy_share(lens):
+        print("lengths", lens)
+        return 1.0
+
+    report = exercises.check("04-busy-share", busy_share)
+    assert report.words.endswith("Smallest case: [1, 2]\n\nIt printed: lengths [1, 2]")
+    assert capsys.readouterr().out == ""
+
+
+def test_changing_an_argument_changes_no_case():
+    def share_budget(budget, num_running, prompt_lens):
+        prompt_lens.clear()
+        return [1] * num_running
+
+    assert (
+        "should be [1], got []\n\nSmallest case: (1, 0, [1])" in exercises.check("04-share-budget", share_budget).words
+    )
+
+
+def test_what_cannot_be_called_is_refused():
+    assert "pass the function or class itself, not 3" in exercises.check("03-slot", 3).words
+
+
+def test_a_half_written_class_hears_what_is_empty():
+    class Softmax:
+        def add(self, scores, values):
+            self.seen = scores
+
+        def result(self): ...
+
+    report = exercises.check("03-online-softmax", Softmax)
+    assert report.state == "open" and report.words.endswith("Still empty: result.")
 
 
 def test_hints_say_more_each_time():
