@@ -146,7 +146,11 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     options = {"time_limit": arguments.time_limit, "executed": arguments.executed}
-    if asyncio.run(record(arguments.out, paths, jobs=arguments.jobs, **options)):
+    try:
+        failed = asyncio.run(record(arguments.out, paths, jobs=arguments.jobs, **options))
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted; {arguments.out} holds the lessons that had ended")
+    if failed:
         sys.exit(1)
 
 
