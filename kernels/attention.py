@@ -47,7 +47,7 @@ class Workspace:
     def allocate(cls, head_dim_v: int, device: torch.device | str) -> Workspace:
         """For models with this head size: 128 query rows a multiprocessor, 8.7 MB on an H200 with head_dim_v 128."""
         device = torch.empty(0, device=device).device
-        return cls.with_capacity(128 * device_limits(device)[1], triton.next_power_of_2(head_dim_v), device)
+        return cls.with_capacity(128 * device_limits(device)[1], triton.next_power_of_2(max(32, head_dim_v)), device)
 
     @classmethod
     def with_capacity(cls, capacity: int, padded_head_dim_v: int, device: torch.device) -> Workspace:
@@ -107,7 +107,7 @@ def paged_attention(
         return out.zero_()
 
     group = num_q_heads // kv.num_kv_heads
-    dk, dv = triton.next_power_of_2(head_dim_k), triton.next_power_of_2(head_dim_v)
+    dk, dv = padded_head_dims(kv, head_dim_k, head_dim_v)
     capability, num_sms = device_limits(q.device)
     pairs = num_seqs * kv.num_kv_heads
     head_dim = max(head_dim_k, head_dim_v)
@@ -122,6 +122,16 @@ def paged_attention(
     if max_query_len * group > tile.block_m:
         launch.prefill(prefill_tile_for(kv, capability, group, head_dim, q.element_size()), tile.block_m).run()
     return out
+
+
+def padded_head_dims(kv: KVPages | QuantisedKVPages, head_dim_k: int, head_dim_v: int) -> tuple[int, int]:
+    """Head sizes as the kernels' tiles have them: powers of two, since a matrix instruction takes no side below 16.
+
+    int4 tiles hold half the channels.
+    """
+    int4 = isinstance(kv, QuantisedKVPages) and (is_int4(kv.k, head_dim_k) or is_int4(kv.v, head_dim_v))
+    least = 32 if int4 else 16
+    return triton.next_power_of_2(max(least, head_dim_k)), triton.next_power_of_2(max(least, head_dim_v))
 
 
 def decode_tile_for(
