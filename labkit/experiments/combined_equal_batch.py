@@ -21,6 +21,7 @@ from labkit.models import random_model
 from labkit.scheduling import Request, SamplingParams
 from labkit.simulation import SimulatedExecutor
 
+from .combined_measure import fill_with_noise
 from .result_file import Row, read_results, write_results
 
 _WARM_UP, _MEASURED = 12, 64
@@ -74,6 +75,7 @@ def record_equal_batch(path: Path, rows: Iterator[Row]) -> None:
 def _decode_seconds(llm: LLM, batch_size: int, context: int) -> float:
     engine = llm.engine
     engine.trace = None
+    fill_with_noise(llm)
     params = SamplingParams(temperature=0, max_tokens=_WARM_UP + _MEASURED + 8, ignore_eos=True)
     for number in range(batch_size):
         engine.add_request(Request(str(number), [1] * context, params))
@@ -83,7 +85,10 @@ def _decode_seconds(llm: LLM, batch_size: int, context: int) -> float:
     engine.executor = executor
     ends = []
     for _ in range(_WARM_UP + _MEASURED):
-        if len(engine.step()) not in (0, batch_size):
+        changed = engine.step()
+        if failed := [request.stop_reason for request in changed if request.finish_reason == "error"]:
+            raise RuntimeError(f"a step failed: {failed[0]}")
+        if len(changed) not in (0, batch_size):
             raise RuntimeError(f"the pool holds fewer than {batch_size} requests of {context} tokens")
         ends.append(executor.now())
     return median(after - before for before, after in zip(ends[_WARM_UP:], ends[_WARM_UP + 1 :], strict=False))

@@ -71,7 +71,7 @@ def measured(model: PreTrainedModel, setting: Setting, rung: Rung, row: Row, win
     ) as llm:
         llm.engine.trace = None
         _warm_up(llm, row["predicted_concurrency"])
-        _fill_with_noise(llm)
+        fill_with_noise(llm)
         who = setting.traffic(rung, row["lengths"])
         figures = serve_window(llm.engine, who, row["predicted_concurrency"], window, ramp)
         memory = llm.memory
@@ -101,7 +101,7 @@ def _warm_up(llm: LLM, concurrency: int) -> None:
 
 
 @torch.inference_mode()
-def _fill_with_noise(llm: LLM) -> None:
+def fill_with_noise(llm: LLM) -> None:
     """Random K and V everywhere, so that nothing is faster than it would be with real ones."""
     storage: KVStorage = llm.engine.executor.storage  # type: ignore[attr-defined]
     for tensor in (*storage.tensors(), *storage.tails):
