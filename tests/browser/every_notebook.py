@@ -46,6 +46,16 @@ TOO_WIDE = """() => [...document.querySelectorAll('.jp-OutputArea-output')]
     .filter(output => output.scrollWidth > output.clientWidth + 2)
     .map(output => `${output.textContent.trim().slice(0, 60)}: ${output.scrollWidth} in ${output.clientWidth} px`)"""
 
+# To a height, and until ten frames have shown the page at one and the same length: what comes into view is drawn then.
+SCROLL = """async (element, height) => {
+    element.scrollTop = height;
+    for (let same = 0, before = -1, frame = 0; same < 10 && frame < 300; frame++) {
+        await new Promise(done => requestAnimationFrame(done));
+        same = element.scrollHeight === before ? same + 1 : 0;
+        before = element.scrollHeight;
+    }
+}"""
+
 
 @pytest.fixture
 def wide(browser: Browser, lab_address: str) -> Iterator[NotebookPage]:
@@ -57,8 +67,7 @@ def wide(browser: Browser, lab_address: str) -> Iterator[NotebookPage]:
 def keep_pictures(notebook: NotebookPage, name: str) -> None:
     scroller = notebook.page.locator(".jp-WindowedPanel-outer").first
     for number in range(40):
-        scroller.evaluate("(e, y) => { e.scrollTop = y; }", number * (HEIGHT - 150))
-        notebook.page.wait_for_timeout(300)
+        scroller.evaluate(SCROLL, number * (HEIGHT - 150))
         notebook.screenshot(REPOSITORY / "test-results" / "lessons" / f"{name}-{number:02}.png")
         if scroller.evaluate("e => e.scrollTop + e.clientHeight >= e.scrollHeight - 2"):
             return
@@ -78,10 +87,10 @@ def test_a_lesson_runs_and_shows_all_it_has(wide: NotebookPage, name: str, theme
     wide.run_command("application:toggle-left-area")
     try:
         wide.run_all(timeout=600)
-        wide.page.wait_for_timeout(1500)
+        assert wide.becomes_empty(BLANK) == []
         keep_pictures(wide, f"{name.removesuffix('.ipynb')}-{theme}")
-        assert wide.page.evaluate(BLANK) == []
-        assert wide.page.evaluate(TOO_WIDE) == []
+        assert wide.becomes_empty(BLANK) == []
+        assert wide.becomes_empty(TOO_WIDE) == []
         operate_players(wide)
     finally:
         use_theme(wide, "Light")
@@ -113,7 +122,7 @@ def test_the_gallery_works_in_notebook_7(browser: Browser, tmp_path: Path) -> No
         notebook.open(name)
         notebook.run_all()
         keep_pictures(notebook, "gallery-notebook7")
-        assert page.evaluate(BLANK) == []
+        assert notebook.becomes_empty(BLANK) == []
         at = list(CELLS).index
         planner = notebook.cell(at("planner"))
         planner.get_by_label("GPU", exact=True).select_option("h200")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from playwright.sync_api import Locator, Page
+from playwright.sync_api import FloatRect, Locator, Page
 
 NO_POPUPS = {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True}
 
@@ -176,6 +176,33 @@ class NotebookPage:
     def shutdown_kernel(self) -> None:
         """Stop the kernel for good; what lives in the browser stays."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+
+    def becomes_empty(self, script: str, inside: Locator | None = None, timeout: float = 10) -> list[Any]:
+        """What the function ``script`` returns, called with an element: waits until that is an empty list.
+
+        What it still returns after ``timeout`` is returned, to be shown by an assertion.
+        """
+        where = inside or self.page.locator("body")
+        deadline = time.monotonic() + timeout
+        while (found := where.evaluate(script)) and time.monotonic() < deadline:
+            where.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        return found
+
+    def steady_box(self, shown: Locator) -> FloatRect:
+        """Where an element is, once ten frames have shown it at the same size."""
+        shown.evaluate(
+            """async element => {
+                for (let same = 0, before = '', frame = 0; same < 10 && frame < 300; frame++) {
+                    await new Promise(done => requestAnimationFrame(done));
+                    const box = element.getBoundingClientRect(), now = `${box.width} ${box.height}`;
+                    same = now === before ? same + 1 : 0;
+                    before = now;
+                }
+            }"""
+        )
+        box = shown.bounding_box()
+        assert box, "it is not shown"
+        return box
 
     def canvas_colours(self, selector: str = "canvas") -> dict[str, int]:
         """How many pixels of the first canvas matching `selector` have each colour, as {'#rrggbbaa': count}.

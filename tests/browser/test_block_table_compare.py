@@ -133,5 +133,4 @@ def test_all_who_share_a_block_are_outlined(notebook: NotebookPage, lab_folder: 
     canvas.press("Escape")
     expect(tip).to_be_hidden()
     expect(chips).to_have_count(0)
-    notebook.page.wait_for_timeout(100)
     assert notebook.canvas_colours("canvas.labkit-canvas") != outlined

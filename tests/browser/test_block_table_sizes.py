@@ -74,18 +74,13 @@ def test_any_pool_fits_any_window_and_nothing_jumps(
     slider.press("ArrowRight")
     for width in (1280, 620, 1900):
         notebook.page.set_viewport_size({"width": width, "height": 900})
-        notebook.page.wait_for_timeout(300)
-        frame, picture = table.bounding_box(), canvas.bounding_box()
-        assert frame and picture
+        frame, picture = notebook.steady_box(table), notebook.steady_box(canvas)
         assert picture["width"] <= frame["width"] and picture["height"] <= 400
         assert picture["width"] * picture["height"] >= num_blocks, "every block has a pixel"
         heights = set()
         for key in ("Home", "PageUp", "PageUp", "End"):
             slider.press(key)
-            notebook.page.wait_for_timeout(100)
-            box = table.bounding_box()
-            assert box
-            heights.add(box["height"])
+            heights.add(notebook.steady_box(table)["height"])
         assert len(heights) == 1, f"{frame['width']} pixels wide, it changes its height while it plays: {heights}"
     colours = notebook.canvas_colours("canvas.labkit-canvas")
     held = {"Home": 0, "End": 0}

@@ -151,12 +151,11 @@ def test_nothing_overflows_and_text_is_readable(gallery: NotebookPage, theme: st
         gallery.page.wait_for_selector(f"body[data-jp-theme-light={light}]", state="attached")
         for width in (1250, 700):
             gallery.page.set_viewport_size({"width": width, "height": 1400})
-            gallery.page.wait_for_timeout(400)
             for name in ("planner", "microscope", "monitor", "player"):
                 cell = gallery.cell(AT[name])
                 cell.scroll_into_view_if_needed()
-                assert cell.evaluate(TOO_WIDE) == [], f"{name} at {width} pixels"
-                assert cell.evaluate(PALE_TEXTS) == [], f"{name} in {theme}"
+                assert gallery.becomes_empty(TOO_WIDE, cell) == [], f"{name} at {width} pixels"
+                assert gallery.becomes_empty(PALE_TEXTS, cell) == [], f"{name} in {theme}"
                 gallery.screenshot(REPOSITORY / "test-results" / f"gallery-{name}-{width}-{theme.split()[1]}.png")
     finally:
         gallery.page.set_viewport_size({"width": 1250, "height": 1400})
