@@ -124,14 +124,14 @@ def paged_attention(
     return out
 
 
-def padded_head_dims(kv: KVPages | QuantisedKVPages, head_dim_k: int, head_dim_v: int) -> tuple[int, int]:
+def padded_head_dims(kv: KVPages | QuantisedKVPages, head_dim_k: int, head_dim_v: int) -> tuple[Any, Any]:
     """Head sizes as the kernels' tiles have them: powers of two, since a matrix instruction takes no side below 16.
 
     int4 tiles hold half the channels.
     """
     int4 = isinstance(kv, QuantisedKVPages) and (is_int4(kv.k, head_dim_k) or is_int4(kv.v, head_dim_v))
     least = 32 if int4 else 16
-    return triton.next_power_of_2(max(least, head_dim_k)), triton.next_power_of_2(max(least, head_dim_v))
+    return max(least, triton.next_power_of_2(head_dim_k)), max(least, triton.next_power_of_2(head_dim_v))
 
 
 def decode_tile_for(
