@@ -32,9 +32,18 @@ def provenance(device: torch.device | str | None = None) -> dict[str, Any]:
         except PackageNotFoundError:
             record[package] = None
     record["commit"] = os.environ.get("LABKIT_COMMIT") or _commit()
-    record["command"] = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    record["command"] = " ".join([_program(), *sys.argv[1:]])
     record["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     return record
+
+
+def _program() -> str:
+    """What was typed before the arguments: a script, or ``python -m`` and a module."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is None:
+        return Path(sys.argv[0]).name
+    module = spec.name.removesuffix(".__main__")
+    return "labkit" if module == "labkit.cli" else f"python -m {module}"
 
 
 def _driver_version() -> str | None:
