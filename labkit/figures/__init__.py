@@ -3,9 +3,11 @@
 Exports :func:`usage_timeline` and :func:`batch_timeline` (of a trace), :func:`memory_split` and
 :func:`memory_timeline` (of a memory monitor), :func:`utilisation_over_time`, :func:`utilisation_at_final_length`,
 :func:`prefix_hit_curve` and :func:`predicted_against_measured` (of simulated experiments), :func:`combined_ladder` (of
-the combined experiment), and :func:`show`, which prints the source of a class or function.
+the combined experiment), :func:`arena_map` (of a contiguous allocator), and :func:`show`, which prints the source of a
+class or function.
 """
 
+from .arena import arena_map
 from .batch_timeline import batch_timeline
 from .claim_card import claim_cards
 from .combined import combined_ladder
@@ -20,6 +22,7 @@ from .source import show
 from .usage import usage_timeline
 
 __all__ = [
+    "arena_map",
     "batch_timeline",
     "claim_cards",
     "combined_ladder",

@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 import pytest
 
 from labkit.core import Engine
-from labkit.figures import memory_split, memory_timeline, show, usage_timeline
+from labkit.figures import arena_map, memory_split, memory_timeline, show, usage_timeline
 from labkit.kv_math import GIB
-from labkit.memory import KVCacheManager
+from labkit.memory import ContiguousKVManager, KVCacheManager, reserve_oracle
 from labkit.observe import BlocksAllocated, BlocksFreed, BlocksSwappedOut, StepRecord, Trace
 from labkit.scheduling import Request, SamplingParams, Scheduler, SchedulerConfig
 from labkit.simulation import SimulatedExecutor
@@ -113,3 +113,29 @@ def test_show_gives_the_source_without_its_indent():
 def test_show_refuses_what_has_no_source(part: object):
     with pytest.raises(TypeError, match="part must be a class, function or module"):
         show(part)
+
+
+def holed_arena() -> ContiguousKVManager:
+    """Twelve blocks: a run of 4, a hole of 3, a run of 2, a hole of 3."""
+    kv = ContiguousKVManager(12, 16, reserve_oracle)
+    for name, blocks in (("a", 4), ("b", 3), ("c", 2), ("d", 3)):
+        assert kv.admit(name, 16 * blocks)
+    kv.free("b")
+    kv.free("d")
+    return kv
+
+
+def test_arena_map_draws_each_run_and_hole_in_its_place():
+    kv = holed_arena()
+    taken, holes, wanted = drawn(figure := arena_map(kv, 5))
+    assert list(zip(taken.base, taken.x, strict=True)) == [(0, 4), (7, 2)]
+    assert list(zip(holes.base, holes.x, strict=True)) == kv.arena.holes == [(4, 3), (9, 3)]
+    assert list(wanted.x) == [5] and not kv.admit("e", 16 * 5)
+    assert "6 free, at most 3 in a row" in figure.to_dict()["layout"]["title"]["text"]
+    assert_readable_in_dark(figure)
+
+
+@pytest.mark.parametrize("asked", [0, 13])
+def test_arena_map_refuses_what_no_arena_could_hold(asked: int):
+    with pytest.raises(ValueError, match="asked must be 1 to 12 blocks"):
+        arena_map(holed_arena(), asked)
