@@ -19,6 +19,10 @@ _SIGNS = {
     "opinion": ("“", "#808080"),
 }
 MAX_FIGURES = 8
+MAX_OPEN = 3
+"""Cards of which the whole text is seen at once; of more, each is a line that opens."""
+MAX_LINES = 12
+"""More cards than this are folded by verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,19 @@ class ClaimCards:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return "".join(map(self._html, self.claims))
+        if len(self.claims) <= MAX_LINES:
+            return "".join(map(self._html, self.claims))
+        groups = ((verdict, [c for c in self.claims if c.verdict == verdict]) for verdict in VERDICTS)
+        return "".join(self._group(verdict, claims) for verdict, claims in groups if claims)
+
+    def _group(self, verdict: str, claims: list[Claim]) -> str:
+        cards = "".join(map(self._html, claims))
+        title = f"<b>{_SIGNS[verdict][0]} {verdict}</b>: {len(claims)} claims"
+        ids = " ".join(claim.id for claim in claims)
+        return (
+            f"<details style='margin:8px 0;max-width:900px'><summary>{title} "
+            f"<span style='opacity:.75'>({ids})</span></summary>{cards}</details>"
+        )
 
     def _mine(self, claim: Claim) -> list[Evidence]:
         return [item for item in self.here if item.claim_id == claim.id]
@@ -48,13 +64,15 @@ class ClaimCards:
     def _html(self, claim: Claim) -> str:
         sign, colour = _SIGNS[claim.verdict]
         figures = _list("Recorded", evidence(claim.id)) + _list("Here", self._mine(claim))
+        opened = " open" if len(self.claims) <= MAX_OPEN else ""
         return (
             f"<article style='border-left:5px solid {colour};padding:2px 12px;margin:10px 0;max-width:900px'>"
-            f"<div><b>{claim.id}</b> “{escape(claim.says)}”</div>"
-            f"<div style='margin:4px 0'><b style='border:1px solid {colour};border-radius:3px;padding:0 6px'>"
-            f"{sign} {claim.verdict}</b> {escape(claim.statement)}</div>"
+            f"<details{opened}><summary><b>{claim.id}</b> "
+            f"<b style='border:1px solid {colour};border-radius:3px;padding:0 6px'>{sign} {claim.verdict}</b> "
+            f"“{escape(claim.says)}”</summary>"
+            f"<div style='margin:4px 0'>{escape(claim.statement)}</div>"
             f"<div style='opacity:.75'>checked by: {escape(claim.check)} · {escape(claim.source)}</div>"
-            f"{figures}</article>"
+            f"{figures}</details></article>"
         )
 
 

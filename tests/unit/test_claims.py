@@ -173,3 +173,12 @@ def test_the_share_of_the_cache_grows_with_the_batch():
     model = random_model(ModelShape("tiny", 1, 2, 2, 8, 16, 16, 64, 2048), dtype="float32", device="cpu")
     one, most_of_one, three, most_of_three = (row["value"] for row in kv_share(model, (1, 3)))
     assert 0 < one < most_of_one < 100 and one < three < most_of_three
+
+
+def test_cards_are_open_if_few_lines_if_some_and_folded_by_verdict_if_many():
+    html = claim_cards("A6", "A27")._repr_html_()
+    assert html.count("<details open>") == 2
+    html = claim_cards("A6", "A7", "A11", "A12")._repr_html_()
+    assert html.count("<article") == 4 and "<details open>" not in html and "claims <span" not in html
+    html = claim_cards()._repr_html_()
+    assert html.count("<article") == len(CLAIMS) and html.count("claims <span") == len(VERDICTS)
