@@ -39,7 +39,7 @@ def fit_steps(llm: LLM) -> FittedStep:
     """Run a few batches of prompts on an idle engine and fit :class:`FittedStep` to their steps (non-negative)."""
     rng = np.random.default_rng(0)
     rows, seconds = [], []
-    for batch_size, length in ((1, 16), (4, 48), (8, 96), (2, 128)):
+    for batch_size, length in ((1, 16), (4, 32), (8, 48), (2, 96)):
         llm.engine.restart_records()
         prompts = rng.integers(10, llm.model.config.vocab_size, (batch_size, length)).tolist()
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
