@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from .attention import AttentionLaunch, KernelCall, Workspace, decode_tile_for, prefill_tile_for
 from .pages import KVPages, QuantisedKVPages, QuantisedPages
-from .tuning import DecodeTile, PrefillTile
+from .tuning import QUANTISED_WRITE, DecodeTile, PrefillTile, WriteTile
 from .write_quantised import write_launch, write_quantised_kv_kernel
 
 POINTERS = {
@@ -107,14 +107,16 @@ def example_call(
     return launch.prefill(tile, decode.block_m)
 
 
-def example_write(kv_format: str) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+def example_write(
+    kv_format: str, tile: WriteTile = QUANTISED_WRITE
+) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """(kernel, arguments, constants, options) of `write_quantised_kv` for the first of QUANTISED_HEADS; no memory."""
     block_size = 32 if kv_format == "int4" else 16
     kv = example_pages(kv_format, 64, QUANTISED_HEADS[0], block_size, device="meta")
     assert isinstance(kv, QuantisedKVPages)
     new = torch.empty(256, kv.num_kv_heads, kv.head_dim_k, dtype=torch.bfloat16, device="meta")
     slots, numbers = (torch.empty(256, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
-    _, arguments, constants, options = write_launch(new, new, kv, slots, numbers, numbers, numbers)
+    _, arguments, constants, options = write_launch(new, new, kv, slots, numbers, numbers, numbers, tile)
     return write_quantised_kv_kernel, arguments, constants, options
 
 

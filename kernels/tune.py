@@ -86,9 +86,9 @@ def compile_job(job: Job) -> dict[str, int] | None:
     return resource_usage(compiled.asm["cubin"]) | {"shared_bytes": compiled.metadata.shared}
 
 
-def side_by_side(usage: dict[str, int] | None, num_warps: int, shared_bytes: int) -> int:
-    """Programs that a multiprocessor with this much shared memory holds at once; 0 for those that spill."""
-    if usage is None or usage["spill_bytes"]:
+def side_by_side(usage: dict[str, int] | None, num_warps: int, shared_bytes: int, may_spill: int = 0) -> int:
+    """Programs that a multiprocessor with this much shared memory holds at once; 0 for those that spill more bytes."""
+    if usage is None or usage["spill_bytes"] > may_spill:
         return 0
     of_a_thread = -(-usage["registers"] // 8) * 8
     by_registers = REGISTERS // (of_a_thread * 32 * num_warps)
@@ -171,9 +171,17 @@ def tune_prefill(pool: PagePool) -> Iterator[Rows]:
 
 def best(rows: Rows, count: int = 5) -> str:
     """The shipped tile and the fastest ones of a batch, as lines of text."""
-    lines = ["{op} {heads} {batch}".format(**rows[0])]
+    lines = [
+        " ".join(str(rows[0][key]) for key in ("op", "heads", "batch", "kv_format", "block_size") if key in rows[0])
+    ]
     for name, row in [("shipped", rows[0]), *(("", row) for row in sorted(rows, key=lambda r: r["ratio"])[:count])]:
-        share = f"{row['percent_of_ceiling']:.1f} %" if "percent_of_ceiling" in row else f"{row['tflops']} TFLOP/s"
+        shares = {
+            "percent_of_ceiling": "%",
+            "tflops": "TFLOP/s",
+            "ratio_to_bf16": "of bf16",
+            "ratio_to_floor": "x floor",
+        }
+        share = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in shares.items() if key in row)
         wrong = "" if row["difference"] < 6e-3 else f"  WRONG by {row['difference']}"
         tile = " ".join(f"{key}={value}" for key, value in row["tile"].items())
         lines.append(
@@ -185,10 +193,16 @@ def best(rows: Rows, count: int = 5) -> str:
 def run(only: list[str] | None = None, out: Path | None = None, show: Callable[[str], object] = print) -> None:
     """Measure candidates for "decode", "prefill" or both on the current GPU; `out` is written after each batch.
 
-    Raises ValueError for another group, RuntimeError without a CUDA device.
+    "quantised" and "quantised-write" are tune_quantised.py's. Raises ValueError for another group, RuntimeError without
+    a CUDA device.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("labkit bench kernels --tune needs a CUDA device")
+    if only and any(group.startswith("quantised") for group in only):
+        from . import tune_quantised
+
+        tune_quantised.run(only, out, show)
+        return
     groups = only or ["decode", "prefill"]
     if unknown := set(groups) - {"decode", "prefill"}:
         raise ValueError(f"unknown groups {sorted(unknown)}: choose from decode, prefill")
