@@ -7,7 +7,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -23,28 +22,12 @@ from .input_batch import InputBatch, stage_inputs
 from .kv_storage import KVStorage
 from .logits_rows import LogitsRows
 from .paged_forward import PagedForward
-from .sampler import sample, top_logprobs
+from .sampler import sample
+from .submitted_step import SubmittedStep
 from .tail_rows import TailRows
 from .upload import Landings, upload
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    """A submitted step: its tokens are on their way to the host; logits are kept where log-probabilities are due.
-
-    ``wanted`` is None for the plainest of steps: one token of each request, all of them the argmax. ``landed`` is the
-    event after which the plan's swaps are done.
-    """
-
-    plan: StepPlan
-    tokens: torch.Tensor
-    arrived: torch.cuda.Event | None
-    wanted: LogitsRows | None = None
-    sample_logits: torch.Tensor | None = None
-    prompt_logits: torch.Tensor | None = None
-    landed: torch.cuda.Event | None = None
 
 
 class ModelExecutor:
@@ -77,13 +60,13 @@ class ModelExecutor:
         self.depth = 2 if self.device.type == "cuda" else 1
         self.graphs: DecodeGraphs | None = None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[SubmittedStep] = deque()
         self._newest_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
         self._newest_index: dict[str, int] = {}  # where in it a request's token of the last step lies
         self.tail_rows = TailRows(max_num_seqs) if storage.tails else None
         self._landings = Landings(max_num_seqs, self.depth + 1, self.device)
         self._fault: Exception | None = None
-        self._lost: list[_UnderWay] = []  # steps that the device never finished
+        self._lost: list[SubmittedStep] = []  # steps that the device never finished
 
     @property
     def has_failed(self) -> bool:
@@ -166,7 +149,7 @@ class ModelExecutor:
             if plan.requests:
                 self._compute(plan)
             else:
-                self._under_way.append(_UnderWay(plan, torch.empty(0, dtype=torch.int64), None))
+                self._under_way.append(SubmittedStep(plan, torch.empty(0, dtype=torch.int64), None))
             self._under_way[-1].landed = landed
         except Exception as error:
             self._newest_index.clear()
@@ -183,11 +166,7 @@ class ModelExecutor:
         """The oldest step's result; waits until its tokens have arrived."""
         step = self._under_way.popleft()
         try:
-            if step.arrived is not None:
-                step.arrived.synchronize()  # the step's one wait for the device
-            if step.landed is not None:
-                step.landed.synchronize()
-            return _result(step)
+            return step.result()
         except Exception as error:
             if self._note_fault(error):
                 self._lost.append(step)
@@ -212,7 +191,7 @@ class ModelExecutor:
             if all(entry.num_samples == 1 and entry.request.takes_argmax for entry in plan.requests):
                 tokens = logits.argmax(-1)
                 self._keep_newest(tokens, [entry.request for entry in plan.requests])
-                self._under_way.append(_UnderWay(plan, *self._landings.download(tokens)))
+                self._under_way.append(SubmittedStep(plan, *self._landings.download(tokens)))
                 return
             wanted = LogitsRows.of(plan)
             if wanted.rows != list(range(len(logits))):
@@ -224,7 +203,7 @@ class ModelExecutor:
             logits = self._forward(batch, wanted.rows)
         self._under_way.append(self._sampled(plan, wanted, logits))
 
-    def _sampled(self, plan: StepPlan, wanted: LogitsRows, logits: torch.Tensor) -> _UnderWay:
+    def _sampled(self, plan: StepPlan, wanted: LogitsRows, logits: torch.Tensor) -> SubmittedStep:
         """Draw the step's tokens and start their way to the host."""
         prompt_logits = logits if wanted.prompts else None
         if wanted.sample_rows != list(range(len(logits))):
@@ -234,7 +213,7 @@ class ModelExecutor:
             sample_logits = logits.to(torch.float32, copy=True)  # sampling changes logits, and replays overwrite them
         tokens = sample(logits, wanted.samples)
         self._keep_newest(tokens, [row.request for row in wanted.samples])
-        return _UnderWay(plan, *self._landings.download(tokens), wanted, sample_logits, prompt_logits)
+        return SubmittedStep(plan, *self._landings.download(tokens), wanted, sample_logits, prompt_logits)
 
     def _keep_newest(self, tokens: torch.Tensor, requests: Sequence[Request]) -> None:
         """Leave the sampled tokens where the next step finds them."""
@@ -277,33 +256,3 @@ class ModelExecutor:
             self._fault = error  # and with its traceback what the failing calls held
             keep_for_good(self)
         return True
-
-
-def _result(step: _UnderWay) -> StepResult:
-    """A step's result on the host."""
-    tokens, wanted = step.tokens.tolist(), step.wanted
-    if wanted is None:
-        requests = [entry.request.request_id for entry in step.plan.requests]
-        return StepResult({request_id: (token,) for request_id, token in zip(requests, tokens, strict=True)})
-    prompt_logprobs = {}
-    if step.prompt_logits is not None:
-        for entry, first, count in wanted.prompts:
-            request, begin = entry.request, entry.num_computed_tokens
-            asked = request.sampling_params.prompt_logprobs or 0
-            rows = step.prompt_logits[first : first + count].float()
-            next_tokens = request.token_ids[begin + 1 : begin + 1 + count]
-            prompt_logprobs[request.request_id] = top_logprobs(rows, [asked] * count, next_tokens)
-    asked = [row.request.sampling_params.logprobs for row in wanted.samples]
-    table = []
-    if step.sample_logits is not None:
-        table = top_logprobs(step.sample_logits, [count or 0 for count in asked], tokens)
-    token_ids, logprobs = {}, {}
-    start = 0
-    for entry in step.plan.requests:
-        if entry.num_samples:
-            end = start + entry.num_samples
-            token_ids[entry.request.request_id] = tokens[start:end]
-            if asked[start] is not None:
-                logprobs[entry.request.request_id] = table[start:end]
-            start = end
-    return StepResult(token_ids, logprobs, prompt_logprobs)

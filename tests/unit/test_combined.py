@@ -120,7 +120,8 @@ def test_a_longer_window_is_measured_anew_and_a_failure_loses_nothing(tmp_path: 
         kept = combined(TINY, window=0.3, **options)
     assert kept["tokens_per_second"].tolist() == first["tokens_per_second"].tolist()
     longer = combined(TINY, window=0.3, **options)
-    assert (longer["window_s"] >= 0.3).all() and longer["not_measured"].isna().all()
+    assert min(longer["window_s"].tolist()) >= 0.3
+    assert all(longer["not_measured"].isna().tolist())
 
 
 def test_formats_at_equal_batch_stand_beside_the_rungs(tmp_path: Path, tiny_llama):
