@@ -42,14 +42,6 @@ class SubmittedStep:
         if wanted is None:
             requests = [entry.request.request_id for entry in self.plan.requests]
             return StepResult({request_id: (token,) for request_id, token in zip(requests, tokens, strict=True)})
-        prompt_logprobs = {}
-        if self.prompt_logits is not None:
-            for entry, first, count in wanted.prompts:
-                request, begin = entry.request, entry.num_computed_tokens
-                asked = request.sampling_params.prompt_logprobs or 0
-                rows = self.prompt_logits[first : first + count].float()
-                next_tokens = request.token_ids[begin + 1 : begin + 1 + count]
-                prompt_logprobs[request.request_id] = top_logprobs(rows, [asked] * count, next_tokens)
         asked = [row.request.sampling_params.logprobs for row in wanted.samples]
         table = []
         if self.sample_logits is not None:
@@ -63,4 +55,17 @@ class SubmittedStep:
                 if asked[start] is not None:
                     logprobs[entry.request.request_id] = table[start:end]
                 start = end
-        return StepResult(token_ids, logprobs, prompt_logprobs)
+        return StepResult(token_ids, logprobs, self._prompt_logprobs(wanted))
+
+    def _prompt_logprobs(self, wanted: LogitsRows) -> dict[str, list[dict[int, float]]]:
+        """For each request that asked: a mapping for the token behind each position computed in this step."""
+        if self.prompt_logits is None:
+            return {}
+        prompt_logprobs = {}
+        for entry, first, count in wanted.prompts:
+            request, begin = entry.request, entry.num_computed_tokens
+            asked = request.sampling_params.prompt_logprobs or 0
+            rows = self.prompt_logits[first : first + count].float()
+            next_tokens = request.token_ids[begin + 1 : begin + 1 + count]
+            prompt_logprobs[request.request_id] = top_logprobs(rows, [asked] * count, next_tokens)
+        return prompt_logprobs
