@@ -52,14 +52,19 @@ def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    before = processes_of_ranks(), os.listdir("/dev/shm")
+    before = processes_of_ranks(), shared_memory()
     yield
     left = [process for process in processes_of_ranks() if process not in before[0]]
     for process in left:
         process.kill()
     assert left == []
     assert list(folder.glob("labkit-ranks-*")) == []
-    assert set(os.listdir("/dev/shm")) <= set(before[1])
+    assert shared_memory() <= before[1]
+
+
+def shared_memory() -> set[str]:
+    """What torch's process groups leave in shared memory; other programs of this machine have theirs there too."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("nccl", "torch", "gloo"))}
 
 
 def processes_of_ranks() -> list[psutil.Process]:
@@ -186,7 +191,7 @@ def test_ranks_end_when_the_front_is_killed(no_leftovers):
     assert len(ranks) == 3
     front.kill()
     front.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=5)
+    _, alive = psutil.wait_procs(ranks, timeout=30)
     for process in alive:
         process.kill()
     assert alive == []
