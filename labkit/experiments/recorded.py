@@ -43,7 +43,7 @@ def recorded(file: str, columns: dict[str, str] | None = None, **match: Any) -> 
 
 def captioned(table: pd.DataFrame, decimals: int = 1) -> Styler:
     """A table with its caption below the title line, numbers with ``decimals`` places, for the end of a cell."""
-    caption: Any = {"selector": "caption", "props": "caption-side: bottom; text-align: left"}
+    caption: Any = {"selector": "caption", "props": "caption-side: bottom; text-align: left; white-space: nowrap"}
     styled = table.style.set_caption(table.attrs.get("caption", "")).set_table_styles([caption]).hide(axis="index")
     styled.format(precision=decimals, na_rep="–", thousands=",")
     return styled

@@ -34,7 +34,9 @@ def utilisation_over_time(table: pd.DataFrame, *, of: str = "live_of_pool", titl
         run = table.loc[(table["allocator"] == allocator) & (table["block_size"] == block_size)]
         is_paged = allocator == "paged"
         name = f"paged, block {block_size}" if is_paged else allocator.replace("_", " ")
-        line = dict(color=_COLOURS.get(allocator, TEXT), width=2, dash=_DASHES[num_paged % 4] if is_paged else "solid")
+        width = 6 if allocator == "first_fit" else 2  # it often lies under the line of paging
+        dash = _DASHES[num_paged % 4] if is_paged else "solid"
+        line = dict(color=_COLOURS.get(allocator, TEXT), width=width, dash=dash)
         num_paged += is_paged
         figure.add_scatter(x=run["seconds"], y=run[of], name=name, mode="lines", line=line)
     what = "pool" if of == "live_of_pool" else "reserved slots"

@@ -65,6 +65,8 @@ def wide(browser: Browser, lab_address: str) -> Iterator[NotebookPage]:
 
 
 def keep_pictures(notebook: NotebookPage, name: str) -> None:
+    for old in (REPOSITORY / "test-results" / "lessons").glob(f"{name}-*.png"):
+        old.unlink()  # a page that was longer had more
     scroller = notebook.page.locator(".jp-WindowedPanel-outer").first
     for number in range(40):
         scroller.evaluate(SCROLL, number * (HEIGHT - 150))
