@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from labkit.memory import ContiguousKVManager
 
-from .style import COLOURS, styled
+from .style import COLOURS, TEXT, styled
 
 
 def arena_map(kv: ContiguousKVManager, asked: int) -> go.Figure:
@@ -43,6 +43,7 @@ def _pieces(row: str, pieces: list[tuple[int, int]], name: str, colour: str) -> 
         text=[str(length) for _, length in pieces],
         textposition="inside",
         insidetextanchor="middle",
+        insidetextfont_color=TEXT if name == "hole" else None,  # holes are as dark as the page
         textangle=0,
         orientation="h",
         name=name,
