@@ -40,18 +40,18 @@ def fit_steps(llm: LLM) -> FittedStep:
     rng = np.random.default_rng(0)
     rows, seconds = [], []
     for batch_size, length in ((1, 16), (4, 32), (8, 48), (2, 96)):
-        llm.engine.restart_records()
-        prompts = rng.integers(10, llm.model.config.vocab_size, (batch_size, length)).tolist()
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        llm.generate(prompts, params, use_tqdm=False)
+        for max_tokens in (1, 8):  # the first run compiles and warms up what the second is timed with
+            llm.engine.restart_records()
+            prompts = rng.integers(10, llm.model.config.vocab_size, (batch_size, length)).tolist()
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            llm.generate(prompts, params, use_tqdm=False)
         context, trace = 0, list(llm.trace or ())
-        ends = [step.end for step in trace]
+        ends = [trace[0].start, *(step.end for step in trace)]
         for number, step in enumerate(trace[:-1]):
             tokens = sum(step.num_scheduled_tokens)
-            context = tokens if number == 0 else context + tokens
-            if number:  # the first step of a size compiles or warms up
-                rows.append((1.0, tokens, context))
-                seconds.append(ends[number] - ends[number - 1])
+            context += tokens
+            rows.append((1.0, tokens, context))
+            seconds.append(ends[number + 1] - ends[number])
     llm.engine.restart_records()
     llm.reset_prefix_cache()
     return FittedStep(*_non_negative_fit(np.array(rows), np.array(seconds)))

@@ -39,6 +39,7 @@ def combined_ladder(table: pd.DataFrame) -> go.Figure:
         for trace in traces:
             trace.update(legendgroup=trace.name, showlegend=column == 1, hovertemplate=f"%{{y:,.3~g}} {unit}")
             figure.add_trace(trace, row=1, col=column)
+    figure.update_yaxes(rangemode="tozero")
     styled(figure, title=f"{model} in {limit:g} GiB, {lengths} lengths", height=420)
     return figure.update_layout(legend=dict(y=1.1), margin_t=80, margin_b=110)
 

@@ -15,6 +15,13 @@ _COLOURS = {
     "reserve_oracle": "#009e73",
     "paged": "#0072b2",
 }
+_QUANTITIES = {
+    "tokens_per_second": "tokens/s",
+    "ttft_p50_s": "first token, median",
+    "ttft_p99_s": "first token, 99 %",
+    "itl_p50_s": "between tokens, median",
+    "itl_p99_s": "between tokens, 99 %",
+}
 _DASHES = ("solid", "dot", "dash", "dashdot")
 
 
@@ -87,7 +94,8 @@ def predicted_against_measured(table: pd.DataFrame, *, title: str = "Simulator a
     figure = go.Figure()
     for fitted, name, colour in ((True, "fitted", TEXT), (False, "checked", _COLOURS["paged"])):
         rows = table.loc[table["fitted"] == fitted]
-        labels = [f"{row['model']}: {row['source']}, {row['quantity']}" for row in rows.to_dict("records")]
+        named = rows.assign(quantity=rows["quantity"].replace(_QUANTITIES)).to_dict("records")
+        labels = [f"{row['model']}: {row['source']}, {row['quantity']}" for row in named]
         figure.add_scatter(x=rows["error"], y=labels, name=name, mode="markers", marker=dict(color=colour, size=9))
     figure.add_vrect(x0=-0.15, x1=0.15, fillcolor=TEXT, opacity=0.12, line_width=0)
     figure.update_xaxes(title="predicted / measured - 1", tickformat="+.0%", range=[-0.3, 0.3])

@@ -124,7 +124,7 @@ export class View {
   }
 
   name(request) {
-    return this.names()[request - 1] ?? `number ${request}`;
+    return (this.names()[request - 1] ?? `number ${request}`).replace(/^request[-_ ]/, ""); // the word stands before it
   }
 
   writeLegend(held, hasFlights) {
