@@ -17,6 +17,8 @@ from .rope import launch_options
 from .tuning import DecodeTile, PrefillTile, decode_programs, decode_tile, prefill_tile, quantised_decode_tile
 
 FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+LEAST_DIM = 16  # the shortest side of a matrix instruction
+LEAST_DIM_INT4 = 2 * LEAST_DIM  # int4 tiles hold half the channels
 SCALE_AXES = ("scale_block", "scale_head", "scale_slot")
 
 
@@ -47,7 +49,8 @@ class Workspace:
     def allocate(cls, head_dim_v: int, device: torch.device | str) -> Workspace:
         """For models with this head size: 128 query rows a multiprocessor, 8.7 MB on an H200 with head_dim_v 128."""
         device = torch.empty(0, device=device).device
-        return cls.with_capacity(128 * device_limits(device)[1], triton.next_power_of_2(max(32, head_dim_v)), device)
+        widest = triton.next_power_of_2(max(LEAST_DIM_INT4, head_dim_v))  # of any format, see padded_head_dims
+        return cls.with_capacity(128 * device_limits(device)[1], widest, device)
 
     @classmethod
     def with_capacity(cls, capacity: int, padded_head_dim_v: int, device: torch.device) -> Workspace:
@@ -125,12 +128,9 @@ def paged_attention(
 
 
 def padded_head_dims(kv: KVPages | QuantisedKVPages, head_dim_k: int, head_dim_v: int) -> tuple[Any, Any]:
-    """Head sizes as the kernels' tiles have them: powers of two, since a matrix instruction takes no side below 16.
-
-    int4 tiles hold half the channels.
-    """
+    """Head sizes as the kernels' tiles have them: powers of two that a matrix instruction takes."""
     int4 = isinstance(kv, QuantisedKVPages) and (is_int4(kv.k, head_dim_k) or is_int4(kv.v, head_dim_v))
-    least = 32 if int4 else 16
+    least = LEAST_DIM_INT4 if int4 else LEAST_DIM
     return max(least, triton.next_power_of_2(head_dim_k)), max(least, triton.next_power_of_2(head_dim_v))
 
 

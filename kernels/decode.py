@@ -60,6 +60,7 @@ def owner(tile, total, sharers):
 
 @triton.jit
 def visible_keys(pos, end, visible_from, WINDOWED: tl.constexpr):
+    """Which positions any row of the tile may see."""
     inside = pos < end
     if WINDOWED:
         inside = inside & (pos >= visible_from)

@@ -137,6 +137,46 @@ def check_attention_inputs(
         raise ValueError(f"sinks must be [{q.shape[1]}] (one a query head), got {tuple(sinks.shape)}")
 
 
+def check_slot_mapping(slot_mapping: torch.Tensor, num_tokens: int) -> None:
+    """Raise TypeError or ValueError unless slot_mapping is int64 [num_tokens]."""
+    if slot_mapping.dtype != torch.int64:
+        raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
+    if slot_mapping.shape != (num_tokens,):
+        raise ValueError(f"slot_mapping must be [{num_tokens}], got {tuple(slot_mapping.shape)}")
+
+
+def check_quantised_write_inputs(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    kv: QuantisedKVPages,
+    slot_mapping: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    tail_rows: torch.Tensor | None,
+) -> None:
+    """Raise ValueError or TypeError, naming the argument, for what `write_quantised_kv` cannot write."""
+    for name, new, head_dim, tail in (
+        ("k_new", k_new, kv.head_dim_k, kv.k_tail), ("v_new", v_new, kv.head_dim_v, kv.v_tail)
+    ):  # fmt: skip
+        if new.ndim != 3 or new.shape[1:] != (kv.num_kv_heads, head_dim) or new.shape[0] != k_new.shape[0]:
+            raise ValueError(
+                f"{name} must be [num_tokens, {kv.num_kv_heads}, {head_dim}], got {tuple(new.shape)} "
+                f"beside k_new {tuple(k_new.shape)}"
+            )
+        if new.stride(2) != 1:
+            raise ValueError(f"{name} must be contiguous along head_dim")
+        if tail is not None and tail.dtype != new.dtype:
+            raise TypeError(f"{name} must have the dtype of its tail, {tail.dtype}, got {new.dtype}")
+    check_slot_mapping(slot_mapping, k_new.shape[0])
+    num_seqs = seq_lens.shape[0]
+    if query_start_loc.shape != (num_seqs + 1,):
+        raise ValueError(f"query_start_loc must be [{num_seqs + 1}], got {tuple(query_start_loc.shape)}")
+    has_tails = kv.k_tail is not None or kv.v_tail is not None
+    if has_tails and (tail_rows is None or tail_rows.shape != (num_seqs,)):
+        got = None if tail_rows is None else tuple(tail_rows.shape)
+        raise ValueError(f"tail_rows must be [{num_seqs}] where blocks are quantised as a whole, got {got}")
+
+
 def _check_pages(q: torch.Tensor, kv: KVPages) -> None:
     if kv.k.ndim != 4 or kv.v.ndim != 4 or kv.k.shape[:3] != kv.v.shape[:3]:
         raise ValueError(

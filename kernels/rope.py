@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .pages import KVPages
+from .pages import KVPages, check_slot_mapping
 
 
 @functools.cache
@@ -279,10 +279,7 @@ def check_rope_inputs(qkv, cos, sin, num_q_heads, num_kv_heads, q_norm, k_norm) 
 
 
 def check_slots(qkv: torch.Tensor, kv: KVPages, slot_mapping: torch.Tensor, head_dim: int) -> None:
-    if slot_mapping.dtype != torch.int64:
-        raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-    if slot_mapping.shape != (qkv.shape[0],):
-        raise ValueError(f"slot_mapping must be [{qkv.shape[0]}], got {tuple(slot_mapping.shape)}")
+    check_slot_mapping(slot_mapping, qkv.shape[0])
     if kv.k.shape[3] != head_dim or kv.v.shape != kv.k.shape:
         raise ValueError(f"kv pages {tuple(kv.k.shape)}, {tuple(kv.v.shape)} do not fit head_dim {head_dim}")
     if kv.k.stride(3) != 1 or kv.v.stride(3) != 1:

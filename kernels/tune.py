@@ -50,6 +50,12 @@ SHAPES = {
 }  # fmt: skip
 ONE_A_PAIR = 32  # more programs than fit: one a pair (see tuning.decode_programs)
 REGISTERS = 65_536  # of a multiprocessor, on every GPU of the table
+SHARES = {  # what rows have beside microseconds, and in which words
+    "percent_of_ceiling": "%",
+    "tflops": "TFLOP/s",
+    "ratio_to_bf16": "of bf16",
+    "ratio_to_floor": "x floor",
+}
 PREFILL_TILES = [
     PrefillTile(128, block_n, 8, stages, registers)
     for block_n in (64, 128)
@@ -175,13 +181,7 @@ def best(rows: Rows, count: int = 5) -> str:
         " ".join(str(rows[0][key]) for key in ("op", "heads", "batch", "kv_format", "block_size") if key in rows[0])
     ]
     for name, row in [("shipped", rows[0]), *(("", row) for row in sorted(rows, key=lambda r: r["ratio"])[:count])]:
-        shares = {
-            "percent_of_ceiling": "%",
-            "tflops": "TFLOP/s",
-            "ratio_to_bf16": "of bf16",
-            "ratio_to_floor": "x floor",
-        }
-        share = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in shares.items() if key in row)
+        share = ", ".join(f"{row[key]:.4g} {unit}" for key, unit in SHARES.items() if key in row)
         wrong = "" if row["difference"] < 6e-3 else f"  WRONG by {row['difference']}"
         tile = " ".join(f"{key}={value}" for key, value in row["tile"].items())
         lines.append(

@@ -46,9 +46,8 @@ SHAPES = {
     "8 bit": [(16, 3, 144), (16, 3, 128), (16, 4, 168), (32, 2, 168), (32, 3, 224)],
     "int4": [(16, 3, 144), (16, 3, 168), (16, 2, 128), (32, 2, 168), (32, 2, 184), (32, 3, 184)],
 }
-SPILLED = (
-    128  # bytes a candidate may spill: values of a whole pair of sequence and head, outside the loop over its tiles
-)
+# Bytes that a candidate may spill: values of a whole pair of sequence and head, outside the loop over its tiles.
+SPILLED = 128
 # Tiles that quantise tokens alone, and those that also quantise blocks.
 TOKEN_TILES = [
     replace(QUANTISED_WRITE, token_numbers=numbers, num_warps=warps)
@@ -79,8 +78,6 @@ def compile_job(job: Job) -> dict[str, int] | None:
     """Compile into Triton's cache; {registers, spill_bytes, shared_bytes}, None for a tile too large for this GPU."""
     (num_q_heads, num_kv_heads, head_dim), kv_format, block_size, tile = job
     device = torch.device("cuda", torch.cuda.current_device())
-    early = {"EARLY": launch_options(device)["EARLY"]}
-    pdl = {"launch_pdl": True} if early["EARLY"] else {}
     if isinstance(tile, DecodeTile):
         shape = (num_q_heads, num_kv_heads, head_dim, head_dim)
         call = example_call("decode", device_limits(device)[0], shape, tile, block_size=block_size, kv_format=kv_format)
@@ -88,8 +85,9 @@ def compile_job(job: Job) -> dict[str, int] | None:
         kernel, arguments, constants, options = call.kernel, call.arguments, call.constants | lanes, call.options()
     else:
         kernel, arguments, constants, options = example_write(kv_format, tile)
+        options |= launch_options(device)
     try:
-        compiled = kernel.warmup(*arguments, grid=(1,), **constants | early, **options | pdl)
+        compiled = kernel.warmup(*arguments, grid=(1,), **constants, **options)
     except triton.runtime.errors.OutOfResources:
         return None
     return resource_usage(compiled.asm["cubin"]) | {"shared_bytes": compiled.metadata.shared}

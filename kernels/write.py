@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .pages import KVPages
+from .pages import KVPages, check_slot_mapping
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -53,10 +53,7 @@ def write_kv(k_new: torch.Tensor, v_new: torch.Tensor, kv: KVPages, slot_mapping
     """
     num_tokens, num_heads, dim_k = k_new.shape
     dim_v = v_new.shape[2]
-    if slot_mapping.dtype != torch.int64:
-        raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-    if slot_mapping.shape != (num_tokens,):
-        raise ValueError(f"slot_mapping must be [{num_tokens}], got {tuple(slot_mapping.shape)}")
+    check_slot_mapping(slot_mapping, num_tokens)
     if v_new.shape[:2] != (num_tokens, num_heads):
         raise ValueError(f"k_new and v_new differ in tokens or heads: {tuple(k_new.shape)}, {tuple(v_new.shape)}")
     if (num_heads, dim_k, dim_v) != (kv.num_kv_heads, kv.k.shape[3], kv.v.shape[3]):

@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from .dequantise import stored
-from .pages import QuantisedKVPages
+from .pages import QuantisedKVPages, check_quantised_write_inputs
 from .quantise import CodeFormat, code_format, extremes, half_codes
 from .rope import launch_options
 from .tuning import QUANTISED_WRITE, WriteTile
@@ -228,7 +228,7 @@ def write_quantised_kv(
     Reads no tensor on the host. Raises TypeError or ValueError, naming the argument, on other shapes or types, and for
     layouts of scales that are measured over several heads, or over an odd number of int4 groups.
     """
-    check_write_inputs(k_new, v_new, kv, slot_mapping, seq_lens, query_start_loc, tail_rows)
+    check_quantised_write_inputs(k_new, v_new, kv, slot_mapping, seq_lens, query_start_loc, tail_rows)
     if k_new.shape[0]:
         grid, arguments, constants, options = write_launch(
             k_new, v_new, kv, slot_mapping, seq_lens, query_start_loc, tail_rows
@@ -270,37 +270,3 @@ def write_launch(
     )  # fmt: skip
     options = dict(num_warps=num_warps) | ({} if registers is None else dict(maxnreg=registers))
     return (block_programs + token_programs,), arguments, constants, options
-
-
-def check_write_inputs(
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
-    kv: QuantisedKVPages,
-    slot_mapping: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    tail_rows: torch.Tensor | None,
-) -> None:
-    for name, new, head_dim, tail in (
-        ("k_new", k_new, kv.head_dim_k, kv.k_tail), ("v_new", v_new, kv.head_dim_v, kv.v_tail)
-    ):  # fmt: skip
-        if new.ndim != 3 or new.shape[1:] != (kv.num_kv_heads, head_dim) or new.shape[0] != k_new.shape[0]:
-            raise ValueError(
-                f"{name} must be [num_tokens, {kv.num_kv_heads}, {head_dim}], got {tuple(new.shape)} "
-                f"beside k_new {tuple(k_new.shape)}"
-            )
-        if new.stride(2) != 1:
-            raise ValueError(f"{name} must be contiguous along head_dim")
-        if tail is not None and tail.dtype != new.dtype:
-            raise TypeError(f"{name} must have the dtype of its tail, {tail.dtype}, got {new.dtype}")
-    if slot_mapping.dtype != torch.int64:
-        raise TypeError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-    if slot_mapping.shape != k_new.shape[:1]:
-        raise ValueError(f"slot_mapping must be [{k_new.shape[0]}], got {tuple(slot_mapping.shape)}")
-    num_seqs = seq_lens.shape[0]
-    if query_start_loc.shape != (num_seqs + 1,):
-        raise ValueError(f"query_start_loc must be [{num_seqs + 1}], got {tuple(query_start_loc.shape)}")
-    has_tails = kv.k_tail is not None or kv.v_tail is not None
-    if has_tails and (tail_rows is None or tail_rows.shape != (num_seqs,)):
-        got = None if tail_rows is None else tuple(tail_rows.shape)
-        raise ValueError(f"tail_rows must be [{num_seqs}] where blocks are quantised as a whole, got {got}")

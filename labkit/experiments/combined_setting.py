@@ -101,11 +101,14 @@ class Setting:
     def predict(
         self, rung: Rung, lengths: str, seconds: float, ramp: float, calibration: DeviceCalibration | None
     ) -> dict[str, Any]:
-        """Concurrency by the closed form, tokens/s by the simulator; None for the latter without a calibration."""
+        """Concurrency by the closed form, tokens/s by the simulator; None for the latter without a calibration.
+
+        Concurrency is at most what :meth:`limits` admits, on a device too small to be given as many as memory holds.
+        """
         limits = self.limits(rung, lengths)
         plan = self.plan(rung, limits)
         who = self.traffic(rung, lengths)
-        concurrency = round(expected_concurrency(rung, who, plan.num_blocks))
+        concurrency = min(limits.max_num_seqs, round(expected_concurrency(rung, who, plan.num_blocks)))
         predicted: dict[str, Any] = {"predicted_concurrency": concurrency, "predicted_tokens_per_second": None}
         if calibration is not None:
             executor = calibration.executor(self.shape_of(rung), plan.spec)

@@ -15,7 +15,6 @@ from labkit.scheduling import Request, StaticScheduler
 
 from .combined_traffic import Traffic
 
-_MIN_WAITING = 32
 _NO_LIMIT = 1 << 40
 _MIN_STEPS = 8
 
@@ -33,7 +32,8 @@ class Load:
 
     def step(self) -> list[Request]:
         """One step; the requests that got a token. Raises RuntimeError if the executor failed."""
-        while len(self.engine.scheduler.waiting) < _MIN_WAITING:
+        scheduler = self.engine.scheduler
+        while len(scheduler.waiting) < scheduler.config.max_num_seqs:  # or the queue would limit who begins in a step
             self.engine.add_request(next(self._requests))
         changed = self.engine.step()
         for request in changed:

@@ -10,9 +10,8 @@ import pandas as pd
 import torch
 
 from .provenance import provenance
-from .result_file import read_results, write_results
+from .result_file import Row, read_results, write_results
 
-Row = dict[str, Any]
 _KEYS = ("part", "name", "num_kv_heads", "batch", "context")  # what tells rows apart
 
 

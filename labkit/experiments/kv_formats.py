@@ -21,11 +21,9 @@ from labkit.kv_math import GIB
 from labkit.models import random_model
 
 from .provenance import provenance
-from .result_file import read_results, write_results
+from .result_file import Row, read_results, write_results
 from .serving import run_requests
 from .serving_workload import ServeRequest
-
-Row = dict[str, Any]
 
 KV_FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},

