@@ -54,7 +54,7 @@ class SwapTraffic:
         """The copies out and in for the plan of ``step``."""
         swap_outs, swap_ins = tuple(self._outs), tuple(self._ins)
         if self._movers:
-            self._under_way[step] = self._movers
+            self._under_way.setdefault(step, []).extend(self._movers)  # an empty plan leaves its step to the next
             self._outs, self._ins, self._movers = [], [], []
         return swap_outs, swap_ins
 
