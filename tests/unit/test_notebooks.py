@@ -5,13 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from labkit.experiments import notebooks
+
+Result = TypeVar("Result")
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """In a thread of its own: in this one the loop of the browser tests may still run."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def write(path: Path, *cells: str) -> Path:
@@ -26,9 +37,7 @@ def test_a_failing_lesson_is_recorded_and_the_others_run(tmp_path: Path, capsys:
     out = tmp_path / "out" / "notebooks.json"
     out.parent.mkdir()
     out.write_text(json.dumps({"rows": [{"lesson": "00_before", "seconds": 1.0, "error": None}]}))
-    failed = asyncio.run(
-        notebooks.record(out, [wrong, dies, right], jobs=2, time_limit=120, executed=tmp_path / "executed")
-    )
+    failed = run(notebooks.record(out, [wrong, dies, right], jobs=2, time_limit=120, executed=tmp_path / "executed"))
     before, first, second, third = json.loads(out.read_text())["rows"]
     assert before["lesson"] == "00_before", "what other lessons took stays"
     assert (first["cell"], first["error"]) == (2, "ValueError: no such block")
@@ -47,7 +56,7 @@ def test_a_lesson_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         "import os, pathlib, time; pathlib.Path('pid').write_text(str(os.getpid()))",
         "time.sleep(600)",
     )
-    row = asyncio.run(notebooks.run_lesson(slow, time_limit=8))
+    row = run(notebooks.run_lesson(slow, time_limit=8))
     assert row["error"] == "longer than 8 s" and row["seconds"] < 30
     if (pid := tmp_path / "pid").exists():  # the kernel was up in time
         assert row["cell"] == 2
