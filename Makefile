@@ -5,12 +5,14 @@
 # make clean    remove the environment and what builds left behind
 #
 # PYTHON=python3.12    the interpreter that the environment is made with (3.11 or newer)
+# JOBS=0               tests in one process, as a debugger needs; else that many files at a time, 2
 # CONSTRAINTS=         (empty) newest versions that pyproject.toml admits instead of the tested set
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 LAB_ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,7 +51,7 @@ lint: $(INSTALLED)
 # browser tests fail, unless NO_BROWSER=1 says that this is wanted.
 test: lint $(MODEL)
 	$(if $(NO_BROWSER),,$(BIN)/python tests/browser/find_browser.py)
-	$(BIN)/pytest tests notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=120 $(PYTEST_ARGS)
+	$(BIN)/pytest tests notebooks -n $(JOBS) --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=120 $(PYTEST_ARGS)
 
 # What is too long for make test: run it before a release, and look at the screenshots.
 test-browser: $(MODEL)
