@@ -21,7 +21,8 @@ import torch
 
 from labkit.core import ExecutorLost
 from labkit.engine import LLM, RequestOutput
-from labkit.engine.tensor_parallel import ShardedEngine
+from labkit.engine.tensor_parallel import ShardedEngine, build
+from labkit.engine.tensor_parallel.ranks import Ranks
 from labkit.scheduling import SamplingParams
 
 from .tiny_models import TINY, VOCAB_SIZE
@@ -251,6 +252,40 @@ def test_a_killed_rank_raises_within_seconds_and_takes_its_engine_along_but_no_o
         answer(llm)
     llm.close()
     assert answer(llama) == expected
+
+
+MARKS_FORKS = """
+import os
+import torch
+
+def spoil():
+    torch.cuda._is_in_bad_fork = lambda: True
+    torch.distributed.init_process_group = lambda *args, **options: torch.cuda.init()
+
+os.register_at_fork(after_in_child=spoil)
+"""
+"""What torch does in a fork of a process where an import asked for a GPU, with ranks that use it though on a CPU."""
+
+
+@pytest.mark.slow
+def test_ranks_on_gpus_are_no_forks_and_end_together(tmp_path, monkeypatch, no_leftovers, llama):
+    """Which could not use CUDA once an import has asked for a GPU, as that of torchao does."""
+    (tmp_path / "sitecustomize.py").write_text(MARKS_FORKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ExecutorLost, match="Cannot re-initialize CUDA in forked subprocess"):
+        engine("llama", 2)
+    monkeypatch.setattr(build, "Ranks", lambda size, _: Ranks(size, "cuda"))
+    others = processes_of_ranks()
+    with engine("llama", 2) as llm:
+        assert len([process for process in processes_of_ranks() if process not in others]) == 2
+        assert answer(llm) == answer(llama)
+    assert processes_of_ranks() == others
+    with engine("llama", 2) as llm:
+        ranks = [process for process in processes_of_ranks() if process not in others]
+        ranks[1].kill()
+        with pytest.raises(ExecutorLost, match="rank [01] of the tensor-parallel model"):
+            answer(llm)
+        assert processes_of_ranks() == others
 
 
 def test_an_error_while_ranks_are_made_is_the_callers(no_leftovers):

@@ -1,8 +1,9 @@
 """``python -m labkit.engine.tensor_parallel.launcher FD...``: one process that becomes a rank for each connection.
 
-torch and transformers are imported once, then the ranks are forked, before anything touches a device. A process of
-its own, not multiprocessing: nothing of the caller's ``__main__`` runs again, so it works in notebooks and in scripts
-without a guard. When a rank dies the others, which wait for it in some collective, are killed.
+torch and transformers are imported once, then the ranks are forked; for a single connection the process itself is the
+rank. A process of its own, not multiprocessing: nothing of the caller's ``__main__`` runs again, so it works in
+notebooks and in scripts without a guard. When a forked rank dies the others, which wait for it in some collective, are
+killed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from transformers import LlamaForCausalLM  # noqa: F401  imports what most models need
 
@@ -18,7 +20,9 @@ from .rank import run_rank
 
 
 def main(descriptors: list[int]) -> int:
-    """Fork the ranks and wait for them; the exit code of the first that fails, else 0."""
+    """Be the only rank, or fork the ranks and wait for them: 1 as soon as one has failed, else 0."""
+    if len(descriptors) == 1:
+        _become_rank(descriptors[0])
     ranks = []
     for own in descriptors:
         pid = os.fork()
@@ -42,8 +46,8 @@ def main(descriptors: list[int]) -> int:
     return 0
 
 
-def _become_rank(descriptor: int) -> None:
-    """Never returns: what the launcher would do at exit is not the rank's."""
+def _become_rank(descriptor: int) -> NoReturn:
+    """Serve the front and end the process: what the launcher would do at exit is not the rank's."""
     code = 1
     try:
         code = run_rank(Connection(descriptor))

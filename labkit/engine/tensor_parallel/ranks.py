@@ -38,14 +38,10 @@ class Ranks:
         pairs = [Pipe() for _ in range(1 if is_torchrun() else size)]
         self.connections: list[Connection] = [ours for ours, _ in pairs]
         theirs = [other.fileno() for _, other in pairs]
-        # Its own session: Ctrl-C stays with the front, and one signal reaches whatever is left of the group.
-        self._launcher = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.launcher", *map(str, theirs)],
-            pass_fds=theirs,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            env=_environment(device_type),
-        )
+        # On a CPU one launcher forks all: they import torch once. On GPUs each rank is an interpreter of its own, as a
+        # fork cannot use CUDA once an import has asked for a GPU, and some do (transformers imports torchao).
+        launches = [theirs] if device_type == "cpu" else [[descriptor] for descriptor in theirs]
+        self._launchers = [_launch(descriptors, device_type) for descriptors in launches]
         for _, other in pairs:
             other.close()
         if is_torchrun():
@@ -108,7 +104,7 @@ class Ranks:
             with contextlib.suppress(OSError):
                 connection.send(Close())
         deadline = time.monotonic() + _SECONDS_TO_CLOSE
-        while self._launcher.poll() is None and time.monotonic() < deadline:
+        while any(launcher.poll() is None for launcher in self._launchers) and time.monotonic() < deadline:
             time.sleep(0.01)
         self.kill()
 
@@ -116,9 +112,11 @@ class Ranks:
         """End the ranks now. Safe to call twice."""
         if not self.connections:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._launcher.pid, signal.SIGKILL)
-        self._launcher.wait()
+        for launcher in self._launchers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+        for launcher in self._launchers:
+            launcher.wait()
         for connection in self.connections:
             connection.close()
         self.connections.clear()
@@ -147,12 +145,23 @@ class Ranks:
         return ExecutorLost(f"rank {rank} of the tensor-parallel model failed; all ranks were ended.\n{failed.text}")
 
 
-def _environment(device_type: str) -> dict[str, str]:
-    environment = dict(
-        os.environ,
-        PYTORCH_NVML_BASED_CUDA_CHECK="1",  # asking for GPUs must not spoil the fork
-        TORCH_NCCL_DUMP_ON_TIMEOUT="0",  # or a thread of each rank waits for the rendezvous, which is removed
+def _launch(descriptors: list[int], device_type: str) -> subprocess.Popen:
+    """A process for the ranks behind ``descriptors``.
+
+    In a session of its own: Ctrl-C stays with the front, and one signal reaches whatever is left of the group.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.launcher", *map(str, descriptors)],
+        pass_fds=descriptors,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        env=_environment(device_type),
     )
+
+
+def _environment(device_type: str) -> dict[str, str]:
+    # Else a thread of each rank waits for the rendezvous, which is removed.
+    environment = dict(os.environ, TORCH_NCCL_DUMP_ON_TIMEOUT="0")
     package_root = str(Path(__file__).parents[3])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
     if device_type == "cpu":
