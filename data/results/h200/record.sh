@@ -44,12 +44,11 @@ limited() {  # limited SECONDS NAME COMMAND...
 begin_with() { cp -n "data/results/$1" "$out/" && chmod u+w "$out/${1##*/}"; }  # what is recorded already
 
 tests() {
-    local run="python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short" spread=
-    python3 -c "import xdist" 2> /dev/null && spread="-n 6"
-    limited 150 tests_kernel $run $spread $(grep -rl mark.gpu tests/kernel) &
-    limited 150 tests_parity $run $(grep -rl mark.gpu tests/parity tests/property) &
-    wait
-    limited 90 tests_engine $run $(grep -rl mark.gpu tests/unit)  # some of them fill the memory
+    local run="python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short --timeout=120 --durations=12" spread=
+    # Most of the time kernels are compiled, on the CPU. Whoever is done first takes what others have not begun.
+    python3 -c "import xdist" 2> /dev/null && spread="-n 14 --dist worksteal"
+    OMP_NUM_THREADS=1 limited 200 tests_side_by_side $run $spread $(grep -rl mark.gpu tests/kernel tests/parity tests/property)
+    limited 90 tests_alone $run $(grep -rl mark.gpu tests/unit)  # some of them fill the memory
 }
 memcheck() { limited 170 memcheck python3 tests/kernel/memcheck.py "$out/memcheck.json" 140; }
 kernels() { limited 150 kernels python3 -m labkit.kernels.bench --json "$out/kernels.json" --only decode prefill mixed write swap steps; }
