@@ -75,11 +75,10 @@ class DecodeGraphs:
         ]
         self._in_order = list(range(max_num_seqs))
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self.num_bytes = 0
+        self.reserved_bytes = self.allocated_bytes = 0  # of torch's allocator, for the replays; set by capture
 
     def capture(self) -> None:
         """Capture all sizes, the largest first, so that the smaller ones fit into its memory."""
-        before = torch.cuda.memory_reserved(self._newest_tokens.device)
         pool = torch.cuda.graph_pool_handle()
         for size in tqdm(sorted(self._sizes, reverse=True), desc="Capturing CUDA graphs", unit="size", leave=False):
             self._run_static(size)  # compiles kernels and fills workspaces, which a capture must not do
@@ -89,7 +88,9 @@ class DecodeGraphs:
                 logits = self._run_static(size)
             self._graphs[size] = graph, logits
         torch.cuda.synchronize()
-        self.num_bytes = torch.cuda.memory_reserved(self._newest_tokens.device) - before
+        segments = [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] == pool]
+        self.reserved_bytes = sum(segment["total_size"] for segment in segments)
+        self.allocated_bytes = sum(segment["allocated_size"] for segment in segments)
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether ``plan`` is one token of each request, for a number of requests that was captured."""

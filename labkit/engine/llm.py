@@ -253,13 +253,14 @@ class LLM:
             raise NotImplementedError(
                 "memory_monitor watches this process, and the model's ranks are others: see .memory"
             )
-        storage = self._built.storage
+        storage, graphs = self._built.storage, self._built.executor.graphs
         return MemoryMonitor(
             [*self.model.parameters(), *self.model.buffers()],
             storage.tensors(),
             self.engine.scheduler.kv.usage,
             self.model.device,
             kv_tails=storage.tails,
+            graph_bytes=(graphs.reserved_bytes, graphs.allocated_bytes) if graphs else (0, 0),
             interval=interval,
         )
 

@@ -97,10 +97,13 @@ class MemoryMonitor:
         device: torch.device | str,
         *,
         kv_tails: Iterable[torch.Tensor] = (),
-        graph_bytes: Callable[[], int] = lambda: 0,
+        graph_bytes: tuple[int, int] = (0, 0),
         interval: float = 0.1,
     ) -> None:
-        """``interval`` is seconds between background snapshots. Raises ValueError unless it is > 0."""
+        """``graph_bytes``: what CUDA graphs hold of torch's allocator, and how much of it tensors in use have.
+
+        ``interval`` is seconds between background snapshots. Raises ValueError unless it is > 0.
+        """
         if interval <= 0:
             raise ValueError(f"interval must be > 0 seconds, got {interval}")
         self.device = torch.device(device)
@@ -131,11 +134,14 @@ class MemoryMonitor:
             "kv_cached": cached,
             "kv_free": self._kv_bytes - live - fragmentation - in_flight - cached,
             "kv_tails": self._tail_bytes,
-            "graphs": self._graph_bytes(),
+            "graphs": self._graph_bytes[0],
         }
         now = time.perf_counter() - self._start
-        rest = _cuda_rest if self.device.type == "cuda" else _cpu_rest
-        return MemorySnapshot(time=now, **known, **rest(self.device, sum(known.values())))
+        if self.device.type == "cuda":
+            rest = _cuda_rest(self.device, sum(known.values()), unused=self._graph_bytes[0] - self._graph_bytes[1])
+        else:
+            rest = _cpu_rest(self.device, sum(known.values()))
+        return MemorySnapshot(time=now, **known, **rest)
 
     def timeline(self) -> pd.DataFrame:
         """The background snapshots as a table, one row each, in bytes."""
@@ -162,12 +168,15 @@ class MemoryMonitor:
                 return
 
 
-def _cuda_rest(device: torch.device, known: int) -> dict[str, int]:
-    """What is not known of a GPU from the caller: torch's allocator tells one part, the driver the other."""
+def _cuda_rest(device: torch.device, known: int, unused: int) -> dict[str, int]:
+    """What is not known of a GPU from the caller: torch's allocator tells one part, the driver the other.
+
+    unused: bytes of ``known`` that the allocator holds without a tensor in them.
+    """
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     allocated, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
-    activations = max(0, allocated - known)
+    activations = max(0, allocated - (known - unused))
     reserve = max(0, reserved - known - activations)
     outside_torch = max(0, total - free - known - activations - reserve)
     others = min(outside_torch, sum(_bytes_of_other_processes(device)))

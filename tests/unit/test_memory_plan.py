@@ -87,3 +87,10 @@ def test_on_a_gpu_everything_stays_below_gpu_memory_utilization():
         llm.generate([[1, 2, 3]] * 256, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         free, total = torch.cuda.mem_get_info()
         assert total - free <= share * total
+
+        # What the graphs keep is told apart: without them it would look like the allocator's reserve.
+        torch.cuda.empty_cache()
+        snapshot = llm.memory_monitor().snapshot()
+        assert 0 < snapshot.graphs <= 2 * llm.memory.graphs
+        assert snapshot.activations + snapshot.allocator_reserve < 256 * 2**20
+        assert sum(snapshot.parts().values()) == snapshot.total
