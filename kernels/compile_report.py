@@ -43,12 +43,14 @@ HEADS = [  # query heads, KV heads, head_dim_k, head_dim_v: each row of the tabl
 ]
 KV_FORMATS = ("fp8", "int8", "int4")
 QUANTISED_HEADS = [(32, 32, 128, 128), (32, 8, 128, 128), (9, 3, 64, 64), (8, 4, 256, 256)]
+MOST_SCALES = "int8 fixed channels"  # read, never written: the format whose scales could take the most shared memory
 
 
 def example_pages(
     kv_format: str, num_blocks: int, heads: tuple[int, int, int, int], block_size: int, **where: Any
 ) -> KVPages | QuantisedKVPages:
-    """Pages without contents, in the layout that a name stands for: "bf16", "fp8", "int8" or "int4" (labkit.kv_math).
+    """Pages without contents, in the layout that a name stands for: "bf16", one of KV_FORMATS (labkit.kv_math) or
+    MOST_SCALES.
 
     where: keywords of torch.empty (device). int4 has a tail of 256 rows.
     """
@@ -63,6 +65,10 @@ def example_pages(
         zero_points = empty(*scale_shape, dtype=like) if dtype == torch.uint8 else None
         return QuantisedPages(empty(*shape, packed, dtype=dtype), scales, zero_points)
 
+    def fixed(dim: int) -> QuantisedPages:
+        scales, zero_points = (empty(1, num_kv_heads, 1, dim, dtype=torch.float32) for _ in range(2))
+        return QuantisedPages(empty(*shape, dim, dtype=torch.uint8), scales, zero_points)
+
     if kv_format == "bf16":
         return KVPages(empty(*shape, dim_k, dtype=torch.bfloat16), empty(*shape, dim_v, dtype=torch.bfloat16))
     if kv_format == "fp8":  # one scale a layer
@@ -71,8 +77,10 @@ def example_pages(
     if kv_format == "int8":  # one a token and head
         k, v = (pages(dim, torch.int8, *shape, 1) for dim in (dim_k, dim_v))
         return QuantisedKVPages(k, v, dim_k, dim_v)
+    if kv_format == MOST_SCALES:  # a scale and a zero point a channel
+        return QuantisedKVPages(fixed(dim_k), fixed(dim_v), dim_k, dim_v)
     if kv_format != "int4":
-        raise ValueError(f"kv_format must be bf16, {', '.join(KV_FORMATS)}, got {kv_format!r}")
+        raise ValueError(f"kv_format must be bf16, {', '.join(KV_FORMATS)} or {MOST_SCALES}, got {kv_format!r}")
     k = pages(dim_k, torch.uint8, num_blocks, num_kv_heads, 1, dim_k, like=torch.float16)  # one a channel and block
     v = pages(dim_v, torch.uint8, *shape, 1, like=torch.float16)
     return QuantisedKVPages(k, v, dim_k, dim_v, empty(256, *shape[1:], dim_k, dtype=torch.bfloat16))
@@ -182,11 +190,12 @@ def report(capabilities: tuple[int, ...] = (80, 89, 90, 100)) -> Iterator[dict[s
         jobs += [("prefill", heads, "bf16", 16, 0) for heads in HEADS]
         jobs += [
             (kind, heads, kv_format, 32 if kv_format == "int4" else 16, 0)
-            for kind, some_heads in (("decode", QUANTISED_HEADS), ("prefill", QUANTISED_HEADS[1:3]))
+            for kind, some_heads in (("decode", QUANTISED_HEADS), ("prefill", QUANTISED_HEADS[1:]))
             for kv_format in KV_FORMATS
             if kv_format != "fp8" or capability >= 89
             for heads in some_heads
         ]
+        jobs.append(("prefill", QUANTISED_HEADS[-1], MOST_SCALES, 16, 0))
         seen = set()
         for kind, heads, kv_format, block_size, pairs_per_sm in jobs:
             call = example_call(

@@ -49,7 +49,10 @@ def load_values(
             tile = unpack(tile, tl.float16)
     if SCALE != "none":
         tile = tile.to(tl.float32)
-        at = (head * pages.scale_head + block * pages.scale_block + slot * pages.scale_slot)[:, None]
+        if SCALE == "fixed":  # one row of scales for all keys: a tile of them would fill shared memory
+            at = head * pages.scale_head
+        else:
+            at = (head * pages.scale_head + block * pages.scale_block + slot * pages.scale_slot)[:, None]
         if CHANNELS == DIM:
             scale = load_scale(pages, at, None, tl.float32)
             tile = tile * scale

@@ -61,7 +61,13 @@ def require_same(run: ForcedRun, expected: ForcedRun, mean: float, most: float) 
      ("deepseek_v3", "int4")],
 )  # fmt: skip
 def test_kernels_and_graphs_read_what_the_torch_backend_reads(architecture, policy):
-    """In float32, where rounding moves hardly any value to the next code: one that it moves costs at most 0.02."""
+    """In float32, where rounding moves few values to the next code.
+
+    int4 has steps so wide that even one moved value shows. On the torch backend, noise of 3e-5 in K and V, more than
+    kernels and torch differ by, moved the logits of a sequence by up to 0.051 on average and one logit by 2.2; zero
+    points one code off, channels in a wrong order or nibbles swapped moved those of every sequence by 0.19 or more.
+    """
+    mean, most = (0.1, 3.0) if "int4" in policy else (5e-3, 0.1)
     model = TINY[architecture]().to("cuda")
     expected = forced(model, POLICIES[policy], attention_backend="torch")
     for options in (
@@ -70,7 +76,7 @@ def test_kernels_and_graphs_read_what_the_torch_backend_reads(architecture, poli
         {"num_gpu_blocks_override": 8, "swap_space": 0.1, "enable_prefix_caching": False},
     ):
         run = forced(model, POLICIES[policy], **options)
-        require_same(run, expected, 5e-3, 0.1)
+        require_same(run, expected, mean, most)
         assert (run.num_preemptions > 0) == ("swap_space" in options)
 
 
