@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from .decode_quantised import attend_quantised
 from .softmax import LOWEST, capped, store_output
@@ -59,22 +59,6 @@ def owner(tile, total, sharers):
 
 
 @triton.jit
-def visible_keys(pos, end, visible_from, WINDOWED: tl.constexpr):
-    """Which positions any row of the tile may see."""
-    inside = pos < end
-    if WINDOWED:
-        inside = inside & (pos >= visible_from)
-    return inside
-
-
-@triton.jit
-def lookup(table_row, pos, end, visible_from, BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr):
-    """The block that holds each position; block 0 for positions that are not visible."""
-    inside = visible_keys(pos, end, visible_from, WINDOWED)
-    return tl.load(table_row + pos // BLOCK_SIZE, mask=inside, other=0)
-
-
-@triton.jit
 def attend(
     q_rows, row_ok, k, v, table_row, begin, end, visible_from, row_pos, window, inner_scale, score_scale,
     k_block, k_slot, v_block, v_slot, HEAD_DIM_K: tl.constexpr, HEAD_DIM_V: tl.constexpr, DK: tl.constexpr,
@@ -85,20 +69,19 @@ def attend(
     """(acc, m, l) of BLOCK_M query rows over keys [begin, end)."""
     dk = tl.arange(0, DK)
     dv = tl.arange(0, DV)
-    # Looked up for each key, so BLOCK_N and the block size are independent; one tile ahead, so that no tile waits for
-    # two trips to memory in a row, and the first lookup travels together with q.
-    next_block = lookup(table_row, begin + tl.arange(0, BLOCK_N), end, visible_from, BLOCK_SIZE, WINDOWED)
     q_tile = tl.load(q_rows[:, None] + dk[None, :], mask=row_ok[:, None] & (dk < HEAD_DIM_K)[None, :], other=0.0)
     acc = tl.zeros([BLOCK_M, DV], dtype=tl.float32)
     m = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
     l = tl.zeros([BLOCK_M], dtype=tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         pos = start + tl.arange(0, BLOCK_N)
-        inside = visible_keys(pos, end, visible_from, WINDOWED)
-        # 64-bit: a cache may hold more than 2^31 numbers. Outside, K is read from block 0 and its scores are dropped,
-        # which costs no mask; V is never read: unused slots may hold NaN, and 0 x NaN = NaN.
-        block = next_block.to(tl.int64)
-        next_block = lookup(table_row, pos + BLOCK_N, end, visible_from, BLOCK_SIZE, WINDOWED)
+        inside = pos < end
+        if WINDOWED:
+            inside = inside & (pos >= visible_from)
+        # The block is looked up for each key, so BLOCK_N and the block size are independent. 64-bit: a cache may
+        # hold more than 2^31 numbers. Outside, K is read from block 0 and its scores are dropped, which costs no mask;
+        # V is never read: unused slots may hold NaN, and 0 x NaN = NaN.
+        block = tl.load(table_row + pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         k_row = block * k_block + (pos % BLOCK_SIZE) * k_slot
         v_row = k_row if SAME_STRIDES else block * v_block + (pos % BLOCK_SIZE) * v_slot  # saves registers
         v_ok = inside[:, None] & (dv < HEAD_DIM_V)[None, :]
@@ -171,8 +154,7 @@ def decode_kernel(
     TRANSPOSED: tl.constexpr, K_INT4: tl.constexpr, K_SCALE: tl.constexpr, K_CHANNELS: tl.constexpr,
     V_INT4: tl.constexpr, V_SCALE: tl.constexpr, V_CHANNELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:  # launched while the kernel before still ran (rope.py); one that is launched so may follow at once
-        gdc_launch_dependents()
+    if EARLY:  # see rope.launch_options
         gdc_wait()
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)

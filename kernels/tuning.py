@@ -62,29 +62,29 @@ MANY_PAIRS = 16  # a multiprocessor: about four programs in turn for each of the
 # first row that fits is taken. Few pairs must be split over many programs, many pairs keep them busy as they are.
 DECODE = {
     80: [
-        (ANY, 64, ANY, DecodeTile(16, 64, 4, 2, 4, 256)),
-        (ANY, 128, ANY, DecodeTile(16, 64, 4, 2, 4, 256)),
-        (ANY, 256, ANY, DecodeTile(16, 32, 4, 2, 4, 256)),
+        (ANY, 64, ANY, DecodeTile(16, 64, 4, 3, 4, 256)),
+        (ANY, 128, ANY, DecodeTile(16, 64, 4, 3, 4, 256)),
+        (ANY, 256, ANY, DecodeTile(16, 32, 4, 3, 4, 256)),
     ],
     89: [
-        (ANY, 64, ANY, DecodeTile(16, 64, 4, 2, 4, 256)),
-        (ANY, 128, ANY, DecodeTile(16, 32, 4, 2, 4, 256, 160)),
-        (ANY, 256, ANY, DecodeTile(16, 16, 4, 2, 4, 256)),
+        (ANY, 64, ANY, DecodeTile(16, 64, 4, 3, 4, 256)),
+        (ANY, 128, ANY, DecodeTile(16, 32, 4, 3, 4, 256)),
+        (ANY, 256, ANY, DecodeTile(16, 16, 4, 3, 4, 256)),
     ],
     90: [
-        (ANY, 64, ANY, DecodeTile(16, 32, 1, 3, 6, 256)),
-        (1, 128, 8, DecodeTile(16, 64, 2, 3, 2, 256)),
-        (1, 128, ANY, DecodeTile(16, 64, 2, 3, 32, 256)),
-        (16, 128, 0.5, DecodeTile(16, 128, 4, 3, 1, 128)),
-        (16, 128, 2, DecodeTile(16, 64, 2, 3, 2, 128)),
-        (16, 128, ANY, DecodeTile(16, 64, 2, 2, 4, 256)),
-        (ANY, 128, 0.5, DecodeTile(32, 128, 8, 3, 1, 128)),
-        (ANY, 128, ANY, DecodeTile(32, 64, 4, 3, 2, 256, 224)),
-        (ANY, 192, ANY, DecodeTile(16, 32, 2, 2, 6, 256)),
-        (ANY, 256, ANY, DecodeTile(16, 64, 4, 2, 2, 256)),
+        (ANY, 64, ANY, DecodeTile(16, 32, 1, 5, 6, 256)),
+        (1, 128, 8, DecodeTile(16, 64, 2, 5, 2, 256)),
+        (1, 128, ANY, DecodeTile(16, 64, 2, 5, 32, 256)),
+        (16, 128, 0.5, DecodeTile(16, 128, 4, 5, 1, 128)),
+        (16, 128, 2, DecodeTile(16, 64, 2, 5, 2, 128)),
+        (16, 128, ANY, DecodeTile(16, 64, 2, 3, 4, 256)),
+        (ANY, 128, 0.5, DecodeTile(32, 128, 4, 5, 1, 128)),
+        (ANY, 128, ANY, DecodeTile(32, 64, 4, 5, 2, 256)),
+        (ANY, 192, ANY, DecodeTile(16, 32, 2, 3, 6, 256)),
+        (ANY, 256, ANY, DecodeTile(16, 64, 4, 3, 2, 256)),
     ],
 }
-DECODE[100] = [(ANY, 64, ANY, DecodeTile(16, 64, 2, 2, 6, 256)), *DECODE[90][1:]]  # compiled, never measured
+DECODE[100] = [(ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)), *DECODE[90][1:]]  # compiled, never measured
 
 # Quantised KV. Rows (K in int4, query heads a KV head <=, head size <=, tile). block_m 8: keys are the wide side of the
 # product (decode_quantised.py). One warp a program: nothing to wait for but memory; the more programs, the better.
