@@ -41,12 +41,12 @@ DECODE_CASES = [
 # Without a cap on registers ptxas sometimes spills to fit one more program.
 SHAPES = {
     GQA: [
-        (16, 128, 4, 2), (16, 128, 4, 3), (16, 64, 2, 2), (16, 64, 2, 3), (16, 64, 2, 4), (16, 64, 4, 3),
-        (8, 128, 4, 3), (8, 64, 2, 3), (8, 64, 4, 3, 224), (8, 64, 4, 5, 224),
+        (16, 128, 4, 4), (16, 128, 4, 5), (16, 64, 2, 3), (16, 64, 2, 4), (16, 64, 2, 5), (16, 64, 4, 5), (16, 64, 2, 7),
+        (8, 64, 2, 5), (8, 128, 4, 5),
     ],
-    MHA: [(16, 64, 2, 2), (16, 64, 2, 3), (16, 64, 2, 4), (16, 64, 4, 3), (16, 32, 1, 3), (8, 64, 2, 3)],
-    MQA: [(32, 64, 4, 2, 224), (32, 64, 4, 3, 224), (32, 128, 8, 2), (32, 128, 8, 3), (32, 32, 2, 3), (32, 32, 4, 3)],
-    SMOLLM2: [(16, 32, 1, 3), (16, 32, 1, 4), (16, 64, 2, 2), (16, 64, 2, 3), (8, 32, 1, 3), (8, 64, 1, 3)],
+    MHA: [(16, 64, 2, 4), (16, 64, 2, 5), (16, 64, 2, 7), (16, 64, 4, 5), (16, 32, 2, 5), (8, 64, 2, 5)],
+    MQA: [(32, 128, 4, 5), (32, 128, 4, 7), (32, 64, 4, 5), (32, 64, 4, 5, 224), (32, 64, 8, 5)],
+    SMOLLM2: [(16, 32, 1, 5), (16, 64, 2, 5), (16, 64, 1, 5), (8, 32, 1, 5)],
 }  # fmt: skip
 ONE_A_PAIR = 32  # more programs than fit: one a pair (see tuning.decode_programs)
 REGISTERS = 65_536  # of a multiprocessor, on every GPU of the table
@@ -134,7 +134,7 @@ def compare(case: Case, variants: list[tuple[Tile, list[KernelCall]]]) -> Rows:
 
 
 def tune_decode(pool: PagePool, usage: dict[Job, dict[str, int] | None], ceiling: float) -> Iterator[Rows]:
-    """The rows of one batch after the other; each shape with 1, 2, ... programs as fit, with twice that, one a pair."""
+    """The rows of one batch after the other; each shape with 1, 2, ... programs as fit, with two and four times as many, one a pair."""
     device = torch.device("cuda", torch.cuda.current_device())
     capability, num_sms = device_limits(device)
     shared_bytes = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -145,7 +145,7 @@ def tune_decode(pool: PagePool, usage: dict[Job, dict[str, int] | None], ceiling
         tiles = [shipped_decode(capability, num_sms, heads, batch)]
         for job in decode_jobs(capability, num_sms, heads, batch):
             fit = side_by_side(usage[job], job[4].num_warps, shared_bytes)
-            tiles += [replace(job[4], programs_per_sm=n) for n in (*range(1, fit + 1), 2 * fit, ONE_A_PAIR) if fit]
+            tiles += [replace(job[4], programs_per_sm=n) for n in (*range(1, fit + 1), 2 * fit, 4 * fit, ONE_A_PAIR) if fit]
         variants = {}  # many choices of programs_per_sm come to the same number of programs
         for tile in tiles:
             calls = [one.decode(tile, case.workspace, 1, num_sms) for one in many]
