@@ -41,8 +41,8 @@ DECODE_CASES = [
 # Without a cap on registers ptxas sometimes spills to fit one more program.
 SHAPES = {
     GQA: [
-        (16, 128, 4, 4), (16, 128, 4, 5), (16, 64, 2, 3), (16, 64, 2, 4), (16, 64, 2, 5), (16, 64, 4, 5), (16, 64, 2, 7),
-        (8, 64, 2, 5), (8, 128, 4, 5),
+        (16, 128, 4, 4), (16, 128, 4, 5), (16, 64, 2, 3), (16, 64, 2, 4), (16, 64, 2, 5), (16, 64, 4, 5),
+        (16, 64, 2, 7), (8, 64, 2, 5), (8, 128, 4, 5),
     ],
     MHA: [(16, 64, 2, 4), (16, 64, 2, 5), (16, 64, 2, 7), (16, 64, 4, 5), (16, 32, 2, 5), (8, 64, 2, 5)],
     MQA: [(32, 128, 4, 5), (32, 128, 4, 7), (32, 64, 4, 5), (32, 64, 4, 5, 224), (32, 64, 8, 5)],
@@ -134,7 +134,7 @@ def compare(case: Case, variants: list[tuple[Tile, list[KernelCall]]]) -> Rows:
 
 
 def tune_decode(pool: PagePool, usage: dict[Job, dict[str, int] | None], ceiling: float) -> Iterator[Rows]:
-    """The rows of one batch after the other; each shape with 1, 2, ... programs as fit, with two and four times as many, one a pair."""
+    """The rows of one batch after the other; each shape with 1, 2, ... programs as fit, with more, and one a pair."""
     device = torch.device("cuda", torch.cuda.current_device())
     capability, num_sms = device_limits(device)
     shared_bytes = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -145,7 +145,8 @@ def tune_decode(pool: PagePool, usage: dict[Job, dict[str, int] | None], ceiling
         tiles = [shipped_decode(capability, num_sms, heads, batch)]
         for job in decode_jobs(capability, num_sms, heads, batch):
             fit = side_by_side(usage[job], job[4].num_warps, shared_bytes)
-            tiles += [replace(job[4], programs_per_sm=n) for n in (*range(1, fit + 1), 2 * fit, 4 * fit, ONE_A_PAIR) if fit]
+            counts = (*range(1, fit + 1), 2 * fit, 4 * fit, ONE_A_PAIR) if fit else ()
+            tiles += [replace(job[4], programs_per_sm=count) for count in counts]
         variants = {}  # many choices of programs_per_sm come to the same number of programs
         for tile in tiles:
             calls = [one.decode(tile, case.workspace, 1, num_sms) for one in many]
