@@ -42,12 +42,14 @@ class CodeFormat(NamedTuple):
     A row of head_dim channels is loaded as one tile [groups, width], or for int4 as two: the low and the high nibbles.
 
     halves: 2 for int4, else 1. groups, width: of a half. one_group: both halves share a scale.
+    parts: programs that share a row's groups, each with as many of either half.
     smallest, largest: code. measured: scales come from the values, not from before the run.
     """
 
     halves: int
     groups: int
     width: int
+    parts: int
     one_group: bool
     smallest: float
     largest: float
@@ -55,7 +57,7 @@ class CodeFormat(NamedTuple):
 
 
 def code_format(pages: QuantisedPages, head_dim: int, has_tail: bool) -> CodeFormat:
-    """The constants of a kernel that writes these pages. Raises ValueError for layouts that it cannot write."""
+    """The constants of a kernel that writes these pages in one part. Raises ValueError for layouts it cannot write."""
     codes, scales = pages.codes, pages.scales
     halves = 2 if is_int4(pages, head_dim) else 1
     blocks, heads, slots, groups = (1, 1, 1, 1) if scales is None else scales.shape
@@ -73,7 +75,7 @@ def code_format(pages: QuantisedPages, head_dim: int, has_tail: bool) -> CodeFor
             smallest, largest = -7.0, 7.0
     groups_of_half = max(1, groups // halves)
     return CodeFormat(
-        halves, groups_of_half, head_dim // halves // groups_of_half, groups == 1, smallest, largest, measured
+        halves, groups_of_half, head_dim // halves // groups_of_half, 1, groups == 1, smallest, largest, measured
     )
 
 

@@ -54,10 +54,13 @@ TOKEN_TILES = [
     for numbers, warps in ((1024, 1), (2048, 1), (2048, 2), (2048, 4), (4096, 2), (4096, 4), (4096, 8))
 ]
 BLOCK_TILES = [
-    WriteTile(numbers, 2, *block)
-    for numbers in (2048, 4096)
-    for block in ((128, 2, 168), (128, 2, None), (128, 4, 168), (128, 8, 168), (64, 2, 128), (64, 4, 128), (32, 8, 80))
-]
+    WriteTile(numbers, QUANTISED_WRITE.num_warps, *block)
+    for numbers, block in (
+        (2048, (128, 2, 168)), (4096, (128, 4, 168)), (2048, (64, 2, 128)), (4096, (64, 2, 128)),  # one part
+        (2048, (64, 2, 96, 2)), (2048, (64, 2, 80, 2)), (2048, (64, 4, 112, 2)), (1024, (64, 2, 96, 2)),
+        (1024, (32, 2, 64, 4)), (1024, (32, 2, 72, 4)), (1024, (32, 4, 80, 4)), (2048, (32, 2, 96, 4)),
+    )
+]  # fmt: skip
 Job = tuple[Heads, str, int, DecodeTile | WriteTile]  # heads, KV format, block size, tile
 
 

@@ -29,27 +29,32 @@ from .quantise import CodeFormat, code_format, extremes, half_codes
 from .rope import launch_options
 from .tuning import QUANTISED_WRITE, WriteTile
 
+LEAST_CHANNELS = 16  # of 16 bits, side by side: what memory is read by
+
 
 @triton.jit
-def row_channels(FORMAT: CodeFormat, VECTOR: tl.constexpr):
-    """(group, offset in a row, whether it exists) of a tile [1, groups, width] of half a row.
+def row_channels(part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
+    """(group, offset in a row, whether the group and the channel exist) of a tile [1, groups, width] of half a row.
 
     VECTOR: as many channels side by side are loaded and stored by a thread at most (0: what suits the memory best). All
     tokens of a block share a channel's extremes; few channels a thread leave all its tokens to the same thread.
     """
-    g = tl.arange(0, triton.next_power_of_2(FORMAT.groups))[None, :, None]
+    groups: tl.constexpr = FORMAT.groups // FORMAT.parts
+    g = tl.arange(0, triton.next_power_of_2(groups))[None, :, None]
     c = tl.arange(0, triton.next_power_of_2(FORMAT.width))[None, None, :]
+    group_ok = g < groups
+    inside = group_ok & (c < FORMAT.width)
+    g += part * groups
     at = g * FORMAT.width + c
-    inside = (g < FORMAT.groups) & (c < FORMAT.width)
     if VECTOR:
         at = at // VECTOR * VECTOR + at % VECTOR  # the same numbers; the compiler sees no longer runs than VECTOR
-    return g, at, inside
+    return g, at, group_ok, inside
 
 
 @triton.jit
-def load_rows(row, ok, FORMAT: CodeFormat, VECTOR: tl.constexpr):
+def load_rows(row, ok, part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
     """Rows of one head each, row: pointers [rows, 1, 1], as tiles of their two halves (not int4: the whole, twice)."""
-    _, at, inside = row_channels(FORMAT, VECTOR)
+    _, at, _, inside = row_channels(part, FORMAT, VECTOR)
     low = tl.load(row + at, mask=ok & inside, other=0.0)
     high = low
     if FORMAT.halves == 2:
@@ -59,19 +64,20 @@ def load_rows(row, ok, FORMAT: CodeFormat, VECTOR: tl.constexpr):
 
 @triton.jit
 def write_rows(
-    pages, x, x_high, ok, block, head, offset, FORMAT: CodeFormat, OVER_TOKENS: tl.constexpr, VECTOR: tl.constexpr
-):
+    pages, x, x_high, ok, block, head, offset, part, FORMAT: CodeFormat, OVER_TOKENS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
     """Quantise rows (load_rows) and store their codes and scales.
 
     ok, block, head, offset: whether each row exists and its place, [rows, 1, 1] or scalars. OVER_TOKENS: the rows are a
     block and share scales.
     """
-    g, at, inside = row_channels(FORMAT, VECTOR)
+    g, at, group_ok, inside = row_channels(part, FORMAT, VECTOR)
     scale_at = None
     scale_ok = None
     if pages.scales is not None:
         scale_at = block * pages.scale_block + head * pages.scale_head + g
-        scale_ok = g < FORMAT.groups
+        scale_ok = group_ok
         if not OVER_TOKENS:
             scale_at += offset * pages.scale_slot
             scale_ok &= ok
@@ -88,7 +94,8 @@ def write_rows(
             codes_high = half_codes(x_high, low, high, pages, scale_at, scale_ok, FORMAT)
         else:
             codes_high = half_codes(x_high, low_2, high_2, pages, scale_at + FORMAT.groups, scale_ok, FORMAT)
-        codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT) | (codes_high << 4)
+        # The byte is the sum's lowest; a sum is one instruction where `|` would be two (quantise.py: codes carry 2^23).
+        codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT) + (codes_high << 4)
     else:
         codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT)
     code_row = pages.codes + block * pages.block + head * pages.head + offset * pages.slot
@@ -96,20 +103,26 @@ def write_rows(
 
 
 @triton.jit
-def keep_in_tail(new_row, new_token, tail_row, tail_slot, first, last, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr):
+def keep_in_tail(
+    new_row, new_token, tail_row, tail_slot, first, last, part, BLOCK_SIZE: tl.constexpr, FORMAT: CodeFormat
+):
     """Copy slots [first, last) of a block into the tail; new_row: where slot 0 would be among the new tokens."""
+    half: tl.constexpr = FORMAT.groups * FORMAT.width
+    width: tl.constexpr = half // FORMAT.parts
     slot = tl.arange(0, triton.next_power_of_2(BLOCK_SIZE))[:, None]
-    d = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
-    ok = (slot >= first) & (slot < last) & (d < DIM)
-    tl.store(tail_row + slot * tail_slot + d, tl.load(new_row + slot * new_token + d, mask=ok), mask=ok)
+    d = tl.arange(0, triton.next_power_of_2(FORMAT.halves * width))[None, :]
+    ok = (slot >= first) & (slot < last) & (d < FORMAT.halves * width)
+    channel = d // width * half + part * width + d % width
+    values = tl.load(new_row + slot * new_token + channel, mask=ok)
+    tl.store(tail_row + slot * tail_slot + channel, values, mask=ok)
 
 
 @triton.jit
 def write_through_tail(
     new, new_token, new_head, pages, slot_mapping, seq_lens, query_start_loc, tail_rows, num_tokens, num_seqs,
-    program, head, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, FORMAT: CodeFormat, VECTOR: tl.constexpr,
+    program, head, part, BLOCK_SIZE: tl.constexpr, FORMAT: CodeFormat, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One head of what sequence `program` completes and leaves waiting; then of the whole block begun in a window."""
+    """Part of one head of what sequence `program` completes and leaves waiting; then of the block begun in a window."""
     new += head * new_head
     tail_row = pages.tail + head * pages.tail_head
     of_sequence = program < num_seqs
@@ -130,7 +143,7 @@ def write_through_tail(
         if is_full:
             keep_in_tail(
                 new + block_begin * new_token, new_token, tail_row, pages.tail_slot, num_waiting, BLOCK_SIZE,
-                BLOCK_SIZE, DIM,
+                part, BLOCK_SIZE, FORMAT,
             )  # fmt: skip
             tl.debug_barrier()  # what one thread has copied another one reads
     else:
@@ -150,14 +163,14 @@ def write_through_tail(
         slot = tl.arange(0, triton.next_power_of_2(BLOCK_SIZE))[:, None, None]
         ok = slot < BLOCK_SIZE
         block = tl.load(slot_mapping + block_begin + BLOCK_SIZE - 1) // BLOCK_SIZE
-        x, x_high = load_rows(rows + slot * row_stride, ok, FORMAT, VECTOR)
-        write_rows(pages, x, x_high, ok, block, head, slot, FORMAT, True, VECTOR)
+        x, x_high = load_rows(rows + slot * row_stride, ok, part, FORMAT, VECTOR)
+        write_rows(pages, x, x_high, ok, block, head, slot, part, FORMAT, True, VECTOR)
     if of_sequence:
         tl.debug_barrier()  # the tail has been read before it is written to
         last_begin = end - (num_waiting + end - begin) % BLOCK_SIZE
         keep_in_tail(
             new + last_begin * new_token, new_token, tail_row, pages.tail_slot, tl.maximum(begin - last_begin, 0),
-            end - last_begin, BLOCK_SIZE, DIM,
+            end - last_begin, part, BLOCK_SIZE, FORMAT,
         )  # fmt: skip
 
 
@@ -165,27 +178,28 @@ def write_through_tail(
 def write_quantised_kv_kernel(
     k_new, v_new, k, v, slot_mapping, seq_lens, query_start_loc, tail_rows, num_tokens, num_seqs,
     k_new_token, k_new_head, v_new_token, v_new_head,
-    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTS: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, VECTOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Programs in a line: with tails (sequence, head) ... (window, head) ..., then (token, HEADS heads) ... without."""
+    """Programs in a line: with tails (sequence, head, part) ... (window, head, part) ..., then (token, HEADS heads)."""
     if EARLY:
         gdc_wait()
     program = tl.program_id(0)
     block_programs = 0
     if k.tail is not None or v.tail is not None:
-        block_programs = (num_seqs + num_tokens // BLOCK_SIZE) * NUM_HEADS
+        block_programs = (num_seqs + num_tokens // BLOCK_SIZE) * NUM_HEADS * PARTS
     if program < block_programs:
-        head = program % NUM_HEADS
+        line = program // PARTS
+        part = program % PARTS
         if k.tail is not None:
             write_through_tail(
                 k_new, k_new_token, k_new_head, k, slot_mapping, seq_lens, query_start_loc, tail_rows, num_tokens,
-                num_seqs, program // NUM_HEADS, head, BLOCK_SIZE, DIM_K, K_FORMAT, VECTOR,
+                num_seqs, line // NUM_HEADS, line % NUM_HEADS, part, BLOCK_SIZE, K_FORMAT, VECTOR,
             )  # fmt: skip
         if v.tail is not None:
             write_through_tail(
                 v_new, v_new_token, v_new_head, v, slot_mapping, seq_lens, query_start_loc, tail_rows, num_tokens,
-                num_seqs, program // NUM_HEADS, head, BLOCK_SIZE, DIM_V, V_FORMAT, VECTOR,
+                num_seqs, line // NUM_HEADS, line % NUM_HEADS, part, BLOCK_SIZE, V_FORMAT, VECTOR,
             )  # fmt: skip
     else:
         head_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -198,13 +212,13 @@ def write_quantised_kv_kernel(
         offset = slot % BLOCK_SIZE
         # K and V are both on their way before either is looked at.
         if k.tail is None:
-            k_row, k_high = load_rows(k_new + token * k_new_token + heads * k_new_head, ok, K_FORMAT, 0)
+            k_row, k_high = load_rows(k_new + token * k_new_token + heads * k_new_head, ok, 0, K_FORMAT, 0)
         if v.tail is None:
-            v_row, v_high = load_rows(v_new + token * v_new_token + heads * v_new_head, ok, V_FORMAT, 0)
+            v_row, v_high = load_rows(v_new + token * v_new_token + heads * v_new_head, ok, 0, V_FORMAT, 0)
         if k.tail is None:
-            write_rows(k, k_row, k_high, ok, block, heads, offset, K_FORMAT, False, 0)
+            write_rows(k, k_row, k_high, ok, block, heads, offset, 0, K_FORMAT, False, 0)
         if v.tail is None:
-            write_rows(v, v_row, v_high, ok, block, heads, offset, V_FORMAT, False, 0)
+            write_rows(v, v_row, v_high, ok, block, heads, offset, 0, V_FORMAT, False, 0)
 
 
 def write_quantised_kv(
@@ -236,6 +250,12 @@ def write_quantised_kv(
         write_quantised_kv_kernel[grid](*arguments, **constants, **launch_options(k_new.device), **options)
 
 
+def most_parts(format: CodeFormat) -> int:
+    """Programs that may share a block of one head: none splits a group, or reads less than 32 bytes in a row of it."""
+    widest = format.groups * format.width // LEAST_CHANNELS
+    return max(n for n in (1, 2, 4, 8, 16) if n == 1 or (format.groups % n == 0 and n <= widest))
+
+
 def write_launch(
     k_new: torch.Tensor,
     v_new: torch.Tensor,
@@ -249,14 +269,18 @@ def write_launch(
     """(grid, arguments, constants, options) of the kernel."""
     num_tokens, num_heads, _ = k_new.shape
     num_seqs, block_size = seq_lens.shape[0], kv.block_size
-    k_waits, v_waits = kv.k_tail is not None, kv.v_tail is not None
+    k_waits, v_waits = waits = kv.k_tail is not None, kv.v_tail is not None
     dim = triton.next_power_of_2(max(kv.head_dim_k, kv.head_dim_v))
-    num_warps, registers = tile.num_warps, None
+    formats = code_format(kv.k, kv.head_dim_k, k_waits), code_format(kv.v, kv.head_dim_v, v_waits)
+    num_warps, registers, parts = tile.num_warps, None, 1
     if k_waits or v_waits:
-        num_warps = min(16, max(1, triton.next_power_of_2(block_size) * dim // (32 * tile.block_numbers)))
+        parts = min(tile.block_parts, *(most_parts(formats[side]) for side in range(2) if waits[side]))
+        formats = tuple(formats[side]._replace(parts=parts if waits[side] else 1) for side in range(2))
+        numbers = triton.next_power_of_2(block_size) * dim // parts
+        num_warps = min(16, max(1, numbers // (32 * tile.block_numbers)))
         registers = tile.block_registers and min(tile.block_registers, 2048 // num_warps)  # 2^16 a multiprocessor
     heads = min(triton.next_power_of_2(num_heads), max(1, max(tile.token_numbers, 512 * num_warps) // dim))
-    block_programs = (num_seqs + num_tokens // block_size) * num_heads if k_waits or v_waits else 0
+    block_programs = (num_seqs + num_tokens // block_size) * num_heads * parts if k_waits or v_waits else 0
     token_programs = 0 if k_waits and v_waits else num_tokens * triton.cdiv(num_heads, heads)
     arguments = (
         k_new, v_new, stored(kv.k, kv.k_tail), stored(kv.v, kv.v_tail), slot_mapping, seq_lens, query_start_loc,
@@ -264,9 +288,8 @@ def write_launch(
         k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
     )  # fmt: skip
     constants = dict(
-        NUM_HEADS=num_heads, HEADS=heads, BLOCK_SIZE=block_size, DIM_K=kv.head_dim_k, DIM_V=kv.head_dim_v,
-        K_FORMAT=code_format(kv.k, kv.head_dim_k, k_waits), V_FORMAT=code_format(kv.v, kv.head_dim_v, v_waits),
-        VECTOR=tile.block_vector,
+        NUM_HEADS=num_heads, HEADS=heads, BLOCK_SIZE=block_size, PARTS=parts,
+        K_FORMAT=formats[0], V_FORMAT=formats[1], VECTOR=tile.block_vector,
     )  # fmt: skip
     options = dict(num_warps=num_warps) | ({} if registers is None else dict(maxnreg=registers))
     return (block_programs + token_programs,), arguments, constants, options
