@@ -136,6 +136,8 @@ def serve_window(engine: Engine, who: Traffic, concurrency: int, seconds: float,
     tables of a steady state and K and V that are whatever the pool held; how fast it is does not depend on them.
     """
     executor = engine.executor
+    executor.submit(engine.scheduler.schedule())  # an empty step: who has ended, so that it keeps nothing for them
+    executor.collect()
     engine.executor = SimulatedExecutor(next_token=lambda request, _: request.num_tokens % who.vocab_size)
     load = Load(engine, who, concurrency)
     load.settle()

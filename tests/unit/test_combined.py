@@ -12,9 +12,11 @@ import pandas as pd
 import pytest
 
 from labkit.core import Engine
+from labkit.engine import LLM
 from labkit.experiments.combined_document import FILE, PAGE, page
 from labkit.experiments.combined_equal_batch import equal_batch, record_equal_batch
 from labkit.experiments.combined_ladder import combined, predict_combined
+from labkit.experiments.combined_measure import fill_with_noise
 from labkit.experiments.combined_report import effects, ladder_table
 from labkit.experiments.combined_rungs import ABLATION, LADDER, RUNGS
 from labkit.experiments.combined_setting import Setting, serve_window
@@ -22,6 +24,8 @@ from labkit.experiments.combined_traffic import traffic
 from labkit.experiments.recorded import results
 from labkit.figures.combined import combined_ladder
 from labkit.kv_math import ModelShape, model_shape
+from labkit.models import random_model
+from labkit.scheduling import SamplingParams
 from labkit.simulation import SimulatedExecutor
 
 TINY = ModelShape("tiny", 2, 4, 4, 16, 64, 96, 256, 4096)
@@ -179,3 +183,14 @@ def test_the_page_shows_the_recorded_rows():
     assert PAGE.read_text() == page(results(FILE))
     document = {"rows": records(made_up()), "provenance": None}
     assert "| m, 40 GiB | GQA | nothing | 5.00 | 5.00 |" in page(document)
+
+
+def test_a_window_after_other_requests_has_room_for_all_their_successors():
+    model = random_model(TINY, dtype="float32", device="cpu")
+    options: dict[str, Any] = dict(kv_cache_dtype="int4", block_size=32, max_num_seqs=4, max_model_len=64)
+    with LLM(model, num_gpu_blocks_override=16, **options) as llm:
+        ended = SamplingParams(max_tokens=2, ignore_eos=True)
+        llm.generate([[1, 2, 3]] * 4, ended, use_tqdm=False)  # each had one of four places for an unfinished block
+        fill_with_noise(llm)
+        figures = serve_window(llm.engine, traffic("full", 64, 256), 4, seconds=0.1)
+    assert figures["peak_concurrency"] == 4
