@@ -80,8 +80,10 @@ def _decode_seconds(llm: LLM, batch_size: int, context: int) -> float:
     for number in range(batch_size):
         engine.add_request(Request(str(number), [1] * context, params))
     executor, engine.executor = engine.executor, SimulatedExecutor(next_token=lambda request, _: 1)
-    while engine.scheduler.waiting or any(not request.num_output_tokens for request in engine.scheduler.running):
-        engine.step()
+    config = engine.scheduler.config
+    engine.scheduler.config = replace(config, max_num_batched_tokens=batch_size * context)
+    engine.step()  # all prompts at once: requests of one age, none of which ends before the last has been timed
+    engine.scheduler.config = config
     engine.executor = executor
     ends = []
     for _ in range(_WARM_UP + _MEASURED):
