@@ -99,7 +99,8 @@ heads() {
     limited 300 heads $cli experiment heads --out "$out/heads.json"
 }
 notebooks() {
-    limited 420 notebooks python3 -m labkit.experiments.notebooks --out "$out/notebooks.json" --time-limit 150 \
+    # Each lesson imports everything anew: with its bytecode written once, in seconds instead of 13.
+    limited 420 notebooks env -u PYTHONDONTWRITEBYTECODE python3 -m labkit.experiments.notebooks --out "$out/notebooks.json" --time-limit 150 \
         --executed "$kept/lessons"
     tar -C "$kept/lessons" -czf "$out/lessons.tar.gz" .  # with what they showed
 }
