@@ -40,13 +40,15 @@ before it has (INT4 takes the place of INT8). `labkit experiment combined` runs 
 - **At once**: requests in memory, averaged over the window; of static batches, how large they begin. *Predicted* is
   `plan_capacity`'s pool divided by what a request holds on average while it runs
   (`labkit.experiments.combined_capacity`), and for tokens/s the simulator over as long a window, calibrated on earlier
-  results. Both were written down before anything here ran. The article's claims are for Llama-2-13B on an A100-40GB.
+  results. Both were written down before anything here ran. Without measured figures beside them they are all there is.
+  The article's claims are for Llama-2-13B on an A100-40GB.
 - **Live** is the share of the slots held by requests that hold a computed token.
 """
 
 
 _COLUMNS = ("rung", "at once", "predicted", "claim", "GiB a request", "saved", "claim", "live", "tokens/s", "predicted")
 _COLUMNS += ("×", "claim", "ITL p99")
+_PREDICTED = ("rung", "at once, predicted", "tokens/s, predicted")
 
 
 def page(document: dict[str, Any]) -> str:
@@ -61,12 +63,14 @@ def page(document: dict[str, Any]) -> str:
         lines.append(f"Recorded {source['date']} on an {source['gpu']} ({versions}): `data/results/{FILE}`.\n")
     for key, ladder in ladder_table(rows).groupby(["model", "memory_limit_gib", "lengths"], sort=False):
         model, limit, lengths = key  # type: ignore[misc]
+        measured = any(_is_number(row["tokens_per_second"]) for row in _records(ladder))
+        columns, line = (_COLUMNS, _ladder_line) if measured else (_PREDICTED, _predicted_line)
         lines += [
-            f"## {model}, {limit:g} GiB, {lengths} lengths",
+            f"## {model}, {limit:g} GiB, {lengths} lengths" + ("" if measured else ": predicted only"),
             "",
-            f"| {' | '.join(_COLUMNS)} |",
-            "| --- " * len(_COLUMNS) + "|",
-            *(_ladder_line(row) for row in _records(ladder)),
+            f"| {' | '.join(columns)} |",
+            "| --- " * len(columns) + "|",
+            *(line(row) for row in _records(ladder)),
             "",
         ]
         lines += [f"{row['rung']}: not measured: {row['not_measured']}\n" for row in _records(ladder) if _why(row)]
@@ -95,19 +99,26 @@ def _ladder_line(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _predicted_line(row: dict[str, Any]) -> str:
+    at_once = _shown(row["predicted_concurrency"], ".0f")
+    return f"| {row['rung']} | {at_once} | {_shown(row['predicted_tokens_per_second'], ',.0f')} |"
+
+
 def _effect_lines(table: pd.DataFrame) -> list[str]:
     if table.empty:
         return []
     lines = [
         "## Which effects multiply",
         "",
-        "By how much each effect multiplies, given what is there already: the same factor whatever it joins.",
+        "By how much each effect multiplies, given what is there already. An effect that multiplies with the others",
+        "has the same factor whatever it joins. For requests at once that is roughly so (a baseline of three requests",
+        "is coarse). For tokens/s it is not: the more requests share a step, the less it is memory that limits them.",
         "",
-        "| model, cap | effect | given | at once × | tokens/s × |",
+        "| model, cap, lengths | effect | given | at once × | tokens/s × |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in _records(table):
-        cap = f"{row['model']}, {row['memory_limit_gib']:g} GiB"
+        cap = f"{row['model']}, {row['memory_limit_gib']:g} GiB, {row['lengths']}"
         factors = f"{row['concurrency']:.2f} | {row['tokens_per_second']:.2f}"
         lines.append(f"| {cap} | {row['effect']} | {row['given']} | {factors} |")
     return [*lines, ""]

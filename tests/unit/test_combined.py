@@ -182,7 +182,7 @@ def test_the_figure_shows_one_ladder(tmp_path: Path):
 def test_the_page_shows_the_recorded_rows():
     assert PAGE.read_text() == page(results(FILE))
     document = {"rows": records(made_up()), "provenance": None}
-    assert "| m, 40 GiB | GQA | nothing | 5.00 | 5.00 |" in page(document)
+    assert "| m, 40 GiB, azure_conv | GQA | nothing | 5.00 | 5.00 |" in page(document)
 
 
 def test_a_window_after_other_requests_has_room_for_all_their_successors():

@@ -32,7 +32,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Rows of a result file that bear on a claim: those that have all of ``match``."""
+    """Rows of a result file, or of a ``part`` of it, that bear on a claim: those that have all of ``match``."""
 
     file: str
     match: dict[str, Any]
@@ -40,6 +40,7 @@ class Lookup:
     quantity: str
     unit: str
     setting: tuple[str, ...]
+    part: str | None = None
 
 
 def _serve(system: str) -> Lookup:
@@ -57,12 +58,46 @@ def _quality(policy: str) -> Lookup:
     return Lookup("quality.json", {"policy": policy}, "delta_ppl_percent", "perplexity added", "%", setting)
 
 
-def _combined(column: str, quantity: str, unit: str) -> Lookup:
-    return Lookup("h200/combined.json", {}, column, quantity, unit, ("model", "memory_limit_gib", "lengths", "rung"))
+def _combined(column: str, quantity: str, unit: str, *rungs: str) -> tuple[Lookup, ...]:
+    shape = {"model": "llama-2-13b", "memory_limit_gib": 40}
+    quantity = f"{quantity}, Llama-2-13B in 40 GiB"
+    return tuple(
+        Lookup("h200/combined.json", shape | {"rung": rung}, column, quantity, unit, ("lengths", "rung"))
+        for rung in rungs
+    )
 
 
-_INT8, _FP8, _INT4 = map(
+def _climbed(*rungs: str) -> tuple[Lookup, ...]:
+    at_once = _combined("max_concurrency", "requests at once", "requests", *rungs)
+    return (*at_once, *_combined("tokens_per_second", "throughput", "tokens/s", *rungs))
+
+
+def _whole_run(kv_format: str) -> Lookup:
+    file, setting = "h200/quant.json", ("kv_format", "batch", "context")
+    quantity = "whole run, tokens/s over those of bf16"
+    return Lookup(file, {"kv_format": kv_format}, "ratio_to_first", quantity, "x", setting, "engine")
+
+
+_INT8, _FP8_KV, _INT4 = map(
     _quality, ("int8 per token-head", "fp8 e4m3 per token-head", "int4 K per channel, V per token")
+)
+_GQA_INT8 = ("+ GQA", "+ INT8 KV")
+_STRATEGIES = ("baseline", "+ paged", "+ continuous batching", *_GQA_INT8, "+ shared prefix")
+_COARSE_INT4 = _quality("int4 per token-head, symmetric")
+_EDGES_KEPT = _quality("int4 K per channel, V per token, first and last layer bf16")
+_RUN_INT8, _RUN_FP8, _RUN_INT4, _RUN_UNFUSED = map(
+    _whole_run, ("int8", "fp8", "int4", "int8, dequantised before attention")
+)
+_ENGINE_QUALITY = Lookup("engine_quality.json", {}, "dnll", "loss added, by the engine", "nats", ("kv_cache_dtype",))
+_FP8 = Lookup("fp8_ablation.json", {}, "delta_ppl_percent", "perplexity added", "%", ("weights", "kv_cache"))
+_BY_LAYER = Lookup("kv_sensitivity.json", {}, "dnll", "loss added by one layer", "nats", ("format", "layer"))
+_PREFILL_FP8 = Lookup(
+    "h200/quant.json",
+    {"op": "prefill", "kv_format": "fp8"},
+    "ratio_to_bf16",
+    "time of prefill attention, fp8 / bf16",
+    "x",
+    ("heads", "batch"),
 )
 _BY_BLOCK_SIZE = Lookup(
     "h200/kernels.json",
@@ -72,7 +107,9 @@ _BY_BLOCK_SIZE = Lookup(
     "% of the read ceiling",
     ("heads", "block_size"),
 )
-_PREEMPTION = Lookup("h200/engine.json", {"op": "preemption"}, "tokens_per_second", "preemption", "tokens/s", ("by",))
+_PREEMPTION = Lookup(
+    "h200/engine.json", {"op": "preemption"}, "tokens_per_second", "preemption", "tokens/s", ("model", "by")
+)
 _HEADS = Lookup(
     "h200/heads.json", {"part": "decode layer"}, "layer_us", "decode layer", "us", ("num_kv_heads", "batch", "context")
 )
@@ -80,21 +117,35 @@ _CONVERSION = Lookup("h200/heads.json", {"part": "conversion"}, "ppl", "perplexi
 _UPTRAINING = Lookup("h200/heads.json", {"part": "uptraining"}, "ppl", "perplexity", "", ("name",))
 
 LOOKUPS: dict[str, tuple[Lookup, ...]] = {
+    "A2": _combined("live_utilisation", "live tokens / held slots", "", "baseline"),
+    "A4": _combined("live_utilisation", "live tokens / held slots", "", "+ continuous batching"),
+    "A14": _combined("max_concurrency", "requests at once", "requests", "baseline", "+ paged"),
     "A27": (_BY_BLOCK_SIZE,),
     "A29": (_PREEMPTION,),
+    "A30": _combined("live_utilisation", "live tokens / held slots", "", "+ paged", "+ continuous batching"),
     "A33": (_serve("labkit"), _serve("transformers-cb"), _serve("transformers-generate")),
-    "A36": (_INT8, _FP8, _INT4),
-    "A38": (_kernel("fp8"),),
-    "A39": (_kernel("int8"),),
+    "A36": (_INT8, _FP8_KV, _INT4, _COARSE_INT4, _ENGINE_QUALITY),
+    "A37": (_FP8,),
+    "A38": (_RUN_FP8, _PREFILL_FP8, _kernel("fp8")),
+    "A39": (_RUN_INT8, _RUN_UNFUSED, _kernel("int8")),
+    "A40": (_RUN_INT8, _RUN_FP8, _RUN_INT4, *_combined("tokens_per_second", "throughput", "tokens/s", *_GQA_INT8)),
+    "A41": _combined(
+        "tokens_per_second", "throughput", "tokens/s", "+ continuous batching", "+ GQA", "+ shared prefix"
+    ),
     "B29": (_HEADS,),
     "B30": (_CONVERSION, _UPTRAINING),
     "B33": (_HEADS,),
     "B38": (_INT8, _INT4),
     "B39": (_INT8,),
-    "B40": (_INT4,),
-    "B41": (_kernel("int8"), _kernel("int4")),
-    **{claim: (_combined("max_concurrency", "requests at once", ""),) for claim in ("B44", "B45", "B46")},
-    **{claim: (_combined("tokens_per_second", "throughput", "tokens/s"),) for claim in ("B47", "B49")},
+    "B40": (_INT4, _COARSE_INT4),
+    "B41": (_RUN_INT8, _RUN_INT4, _RUN_UNFUSED, _kernel("int8"), _kernel("int4")),
+    "B42": (_INT4, _EDGES_KEPT, _BY_LAYER),
+    "B43": _climbed("baseline"),
+    "B44": _climbed("+ paged"),
+    "B45": _climbed("+ GQA"),
+    "B46": _climbed("+ INT8 KV"),
+    "B47": _combined("tokens_per_second", "throughput", "tokens/s", "baseline", "+ paged", *_GQA_INT8),
+    "B49": _climbed("baseline", "+ continuous batching", "GQA alone", "INT8 KV without GQA", *_GQA_INT8),
 }
 
 
@@ -137,7 +188,8 @@ def measured_here(path: str | Path) -> list[Evidence]:
 
 
 def _find(claim_id: str, lookup: Lookup) -> list[Evidence]:
-    return _matching(claim_id, lookup, results(lookup.file))
+    document = results(lookup.file)
+    return _matching(claim_id, lookup, document if lookup.part is None else document.get(lookup.part, {}))
 
 
 def _matching(claim_id: str, lookup: Lookup, document: Row) -> list[Evidence]:
