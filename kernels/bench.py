@@ -241,7 +241,8 @@ def provenance() -> dict[str, str]:
         "triton": triton.__version__,
         "commit": os.environ.get("LABKIT_COMMIT")
         or ask("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
-        "command": "python -m labkit.kernels.bench " + " ".join(sys.argv[1:]),
+        "command": "python -m labkit.kernels.bench "
+        + " ".join(a if a[:1] != "/" else Path(a).name for a in sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -35,8 +35,9 @@ before it has (INT4 takes the place of INT8). `labkit experiment combined` runs 
   over in the middle. K and V are noise until then, which changes no time. After a second that does not count the window
   begins; static batches are counted whole, from the first. Tokens/s are generated tokens over wall time, prefill of
   newcomers included.
-- **Windows** are short, 4 s or more (`window_s`), since time on the machine was: with few requests at once a window
-  sees few of them, and averages are rough. `drift` in the file compares its halves.
+- **Windows** are short, 4 s or more (`window_s`): with few requests at once a window sees few of them, and averages are
+  rough. `drift` in the file compares its halves; where those of continuous batching differ by more than a quarter, the
+  tokens/s have a *~* before them, and what is derived from them is as rough.
 - **At once**: requests in memory, averaged over the window; of static batches, how large they begin. *Predicted* is
   `plan_capacity`'s pool divided by what a request holds on average while it runs
   (`labkit.experiments.combined_capacity`), and for tokens/s the simulator over as long a window, calibrated on earlier
@@ -48,6 +49,7 @@ before it has (INT4 takes the place of INT8). `labkit experiment combined` runs 
 
 _COLUMNS = ("rung", "at once", "predicted", "claim", "GiB a request", "saved", "claim", "live", "tokens/s", "predicted")
 _COLUMNS += ("×", "claim", "ITL p99")
+_MOST_DRIFT = 0.25
 _PREDICTED = ("rung", "at once, predicted", "tokens/s, predicted")
 
 
@@ -90,13 +92,19 @@ def _ladder_line(row: dict[str, Any]) -> str:
         _shown(row["saving"], ".0%"),
         _shown(row["claimed_saving"], ".0%"),
         _shown(row["live_utilisation"], ".1%"),
-        _shown(row["tokens_per_second"], ",.0f"),
+        ("~ " if _is_unsteady(row) else "") + _shown(row["tokens_per_second"], ",.0f"),
         _shown(row["predicted_tokens_per_second"], ",.0f"),
         _shown(row["speedup"], ".1f"),
         _shown(row["claimed_speedup"], ".1f"),
         _shown(latency, ".0f") + (" ms" if _is_number(latency) else ""),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _is_unsteady(row: dict[str, Any]) -> bool:
+    """Whether the halves of the window differ much; those of static batches do by nature, as requests end."""
+    drift = row["drift"]
+    return row["scheduler"] != "static" and _is_number(drift) and abs(drift) > _MOST_DRIFT
 
 
 def _predicted_line(row: dict[str, Any]) -> str:
@@ -111,8 +119,9 @@ def _effect_lines(table: pd.DataFrame) -> list[str]:
         "## Which effects multiply",
         "",
         "By how much each effect multiplies, given what is there already. An effect that multiplies with the others",
-        "has the same factor whatever it joins. For requests at once that is roughly so (a baseline of three requests",
-        "is coarse). For tokens/s it is not: the more requests share a step, the less it is memory that limits them.",
+        "has the same factor whatever it joins. For requests at once that is so within a third (a",
+        "baseline of three requests is coarse). For tokens/s it is not: the more requests share a step, the less it is",
+        "memory that limits them.",
         "",
         "| model, cap, lengths | effect | given | at once × | tokens/s × |",
         "| --- | --- | --- | --- | --- |",

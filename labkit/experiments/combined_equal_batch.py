@@ -22,6 +22,7 @@ from labkit.scheduling import Request, SamplingParams
 from labkit.simulation import SimulatedExecutor
 
 from .combined_measure import fill_with_noise
+from .combined_window import all_prompts_in_a_step
 from .result_file import Row, read_results, write_results
 
 _WARM_UP, _MEASURED = 12, 64
@@ -80,10 +81,8 @@ def _decode_seconds(llm: LLM, batch_size: int, context: int) -> float:
     for number in range(batch_size):
         engine.add_request(Request(str(number), [1] * context, params))
     executor, engine.executor = engine.executor, SimulatedExecutor(next_token=lambda request, _: 1)
-    config = engine.scheduler.config
-    engine.scheduler.config = replace(config, max_num_batched_tokens=batch_size * context)
-    engine.step()  # all prompts at once: requests of one age, none of which ends before the last has been timed
-    engine.scheduler.config = config
+    with all_prompts_in_a_step(engine.scheduler):  # of one age: none ends before the last has been timed
+        engine.step()
     engine.executor = executor
     ends = []
     for _ in range(_WARM_UP + _MEASURED):

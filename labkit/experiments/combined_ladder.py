@@ -75,12 +75,14 @@ def combined(
     ramp = (1.0 if on_gpu else 0.0) if ramp is None else ramp
     if calibration is None and on_gpu and "H200" in torch.cuda.get_device_name():
         calibration = calibrate(recorded_rows())
+    setting = _setting(model, memory_limit, context, "cuda" if on_gpu else "cpu")
     free = psutil.virtual_memory().available / GIB
-    if not on_gpu and memory_limit is not None and memory_limit > free:
+    if not on_gpu and setting.memory_limit > free:
         raise ValueError(
-            f"memory_limit must be <= {free:.2f} GiB, what is free here without a GPU, got {memory_limit:g}"
+            f"memory_limit must be <= {free:.2f} GiB, what is free here without a GPU, got {setting.memory_limit:g}"
+            + (f", which {setting.shape.name} needs: choose a smaller model" if memory_limit is None else "")
         )
-    setting, rows = _plan(model, memory_limit, context, lengths, rungs, window, ramp, out, calibration, None)
+    rows = _plan(setting, lengths, rungs, window, ramp, out, calibration)
     source = ModelSource(setting)
     due = [row for row in rows if _is_due(row, window)]
     # Each model is made once, and what the articles speak of comes first, should time run out.
@@ -115,34 +117,28 @@ def predict_combined(
     calibration: DeviceCalibration | None = None,
 ) -> pd.DataFrame:
     """What :func:`combined` would find on another machine: its rows with predictions only, for it to go on from."""
-    _, rows = _plan(model, memory_limit, context, lengths, rungs, window, ramp, out, calibration, device)
-    return pd.DataFrame(rows)
+    setting = _setting(model, memory_limit, context, device)
+    return pd.DataFrame(_plan(setting, lengths, rungs, window, ramp, out, calibration))
 
 
 def _plan(
-    model: str | ModelShape | None,
-    memory_limit: float | None,
-    context: int | None,
+    setting: Setting,
     lengths: Collection[str],
     rungs: RungNames | Mapping[str, RungNames],
     window: float,
     ramp: float,
     out: Path | None,
     calibration: DeviceCalibration | None,
-    device: str | None,
-) -> tuple[Setting, list[Row]]:
-    """The setting and a row for each length setting and rung, with its prediction."""
+) -> list[Row]:
+    """A row for each length setting and rung, with its prediction."""
     if window <= 0:
         raise ValueError(f"window must be > 0 seconds, got {window}")
-    if context is not None and context < 2:
-        raise ValueError(f"context must be >= 2 tokens, got {context}")
     names = {kind: rungs.get(kind) if isinstance(rungs, Mapping) else rungs for kind in lengths}
     for kind, chosen in names.items():
         if unknown := set(chosen or ()) - set(RUNGS):
             raise ValueError(f"rungs must be among {', '.join(RUNGS)}, got {', '.join(sorted(unknown))}")
         if kind != "full":
             LengthTable.load(kind)  # or ValueError, before anything is measured
-    setting = _setting(model, memory_limit, context, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     earlier = [] if out is None else read_results(out, "rows").get("rows", [])
     known = {tuple(row[key] for key in _KEY): row for row in earlier}
     rows, predicted = [], {}
@@ -158,7 +154,7 @@ def _plan(
                     row["not_measured"] = f"ValueError: {error}"
             rows.append(row)
     _save(out, rows, predicted)
-    return setting, rows
+    return rows
 
 
 def _is_due(row: Row, window: float) -> bool:
@@ -172,6 +168,10 @@ def _wanted(kind: str, rungs: RungNames) -> list[Rung]:
 
 
 def _setting(model: str | ModelShape | None, memory_limit: float | None, context: int | None, device: str) -> Setting:
+    if context is not None and context < 2:
+        raise ValueError(f"context must be >= 2 tokens, got {context}")
+    if memory_limit is not None and memory_limit <= 0:
+        raise ValueError(f"memory_limit must be > 0 GiB, got {memory_limit:g}")
     context = context or (4096 if device == "cuda" else 256)
     if memory_limit is None and device == "cuda":
         memory_limit = torch.cuda.mem_get_info()[1] / GIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -11,12 +12,23 @@ import numpy as np
 
 from labkit.core import Engine
 from labkit.memory import KVCacheUsage
-from labkit.scheduling import Request, StaticScheduler
+from labkit.scheduling import Request, Scheduler, StaticScheduler
 
 from .combined_traffic import Traffic
 
 _NO_LIMIT = 1 << 40
 _MIN_STEPS = 8
+
+
+@contextmanager
+def all_prompts_in_a_step(scheduler: Scheduler) -> Iterator[None]:
+    """A step takes as many prompt tokens as memory holds, whatever the budget: all begin at one age, or keep theirs."""
+    config = scheduler.config
+    scheduler.config = replace(config, max_num_batched_tokens=_NO_LIMIT)
+    try:
+        yield
+    finally:
+        scheduler.config = config
 
 
 class Load:
@@ -52,13 +64,10 @@ class Load:
 
         The first step takes all prompts that memory holds, whatever the budget: those met under way keep their ages.
         """
-        scheduler = self.engine.scheduler
-        config = scheduler.config
-        scheduler.config = replace(config, max_num_batched_tokens=_NO_LIMIT)
         for _ in range(self._num_first):
             self.engine.add_request(next(self._requests))
-        self.step()
-        scheduler.config = config
+        with all_prompts_in_a_step(self.engine.scheduler):
+            self.step()
         while self._num_finished < max(1, self._num_first) or not self.may_cut:
             self.step()
 

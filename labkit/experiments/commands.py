@@ -9,7 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-Out = Annotated[Path | None, typer.Option(help="JSON file to write rows and their provenance to.")]
+from .result_file import read_results
+
+
+def results_file(path: Path | None) -> Path | None:
+    """What --out may name: no file yet, or one of results. Nothing else is overwritten, and nothing runs in vain."""
+    if path is not None:
+        read_results(path)
+    return path
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, callback=results_file, help="JSON file to write rows and their provenance to."),
+]
 Folder = Annotated[Path | None, typer.Option(help="Keep each finished run here, to go on from.")]
 Workers = Annotated[int | None, typer.Option(help="Local processes; as many as there are cores if left out.")]
 
@@ -46,7 +59,7 @@ def fragmentation_command(
     lengths: Annotated[
         list[str] | None, typer.Option(help="Shipped length tables; azure_conv and azure_code if left out.")
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests of each run.")] = 500,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 500,
     folder: Folder = None,
     workers: Workers = None,
     out: Out = None,

@@ -8,11 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from .commands import results_file
+
+COMPLETED = typer.Option(dir_okay=False, callback=results_file, help="JSON file to complete: its rows are kept.")
+WRITTEN = typer.Option(dir_okay=False, callback=results_file, help="JSON file to write.")
+
 
 def quality_command(
-    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to complete: its rows are kept.")] = Path(
-        "quality.json"
-    ),
+    out: Annotated[Path, COMPLETED] = Path("quality.json"),
     num_tokens: Annotated[int, typer.Option("--tokens", min=2, help="First tokens of the shipped text.")] = 16384,
     policy: Annotated[list[str] | None, typer.Option(help="A policy by name; may be repeated; else all.")] = None,
     device: Annotated[str, typer.Option(help="cpu: about two minutes a policy; cuda: seconds.")] = "cpu",
@@ -26,10 +29,10 @@ def quality_command(
 
 
 def heads_command(
-    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to complete: its rows are kept.")] = Path(
-        "heads.json"
-    ),
-    steps: Annotated[int | None, typer.Option(help="Updates of the long run; else as the device allows.")] = None,
+    out: Annotated[Path, COMPLETED] = Path("heads.json"),
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Updates of the long run; else as the device allows.")
+    ] = None,
     checkpoints: Annotated[Path | None, typer.Option(help="Folder to resume interrupted training from.")] = None,
 ) -> None:
     """Fewer KV heads: perplexity before, after conversion, after uptraining; time and memory of a decode layer."""
@@ -53,7 +56,7 @@ def combined_command(
     ] = None,
     rung: Annotated[list[str] | None, typer.Option(help="A rung by name; may be repeated; else all.")] = None,
     window: Annotated[float | None, typer.Option(help="Seconds measured; else 10 on a GPU, 2 on a CPU.")] = None,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file to complete: its rows are kept.")] = None,
+    out: Annotated[Path | None, COMPLETED] = None,
 ) -> None:
     """Paging, continuous batching, fewer KV heads, fewer bits: requests at once and tokens/s, rung by rung."""
     from .combined_ladder import combined
@@ -70,7 +73,7 @@ def combined_command(
 
 
 def sensitivity_command(
-    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to write.")] = Path("kv_sensitivity.json"),
+    out: Annotated[Path, WRITTEN] = Path("kv_sensitivity.json"),
     format: Annotated[list[str] | None, typer.Option(help="A KV format by name; may be repeated; else int4.")] = None,
     num_tokens: Annotated[int, typer.Option("--tokens", min=2, help="First tokens of the shipped text.")] = 4096,
     device: Annotated[str, typer.Option(help="cpu: some minutes; cuda: seconds.")] = "cpu",
@@ -85,7 +88,7 @@ def sensitivity_command(
 
 
 def failures_command(
-    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to write.")] = Path("kv_failures.json"),
+    out: Annotated[Path, WRITTEN] = Path("kv_failures.json"),
     num_tokens: Annotated[int, typer.Option("--tokens", min=2, help="First tokens of the shipped text.")] = 2048,
     device: Annotated[str, typer.Option(help="cpu: some minutes; cuda: seconds.")] = "cpu",
 ) -> None:
@@ -98,7 +101,7 @@ def failures_command(
 
 
 def fp8_command(
-    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to write.")] = Path("fp8_ablation.json"),
+    out: Annotated[Path, WRITTEN] = Path("fp8_ablation.json"),
     num_tokens: Annotated[int, typer.Option("--tokens", min=2, help="First tokens of the shipped text.")] = 16384,
     device: Annotated[str, typer.Option(help="Without fp8 tensor cores the rows are emulated, and say so.")] = "cpu",
 ) -> None:
@@ -110,7 +113,7 @@ def fp8_command(
 
 
 def engine_quality_command(
-    out: Annotated[Path, typer.Option(dir_okay=False, help="JSON file to write.")] = Path("engine_quality.json"),
+    out: Annotated[Path, WRITTEN] = Path("engine_quality.json"),
     kv_dtype: Annotated[list[str] | None, typer.Option(help="As LLM takes it; else int8 and int4.")] = None,
     num_tokens: Annotated[int, typer.Option("--tokens", min=2, help="First tokens of the shipped text.")] = 16384,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",

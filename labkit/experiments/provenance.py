@@ -32,7 +32,9 @@ def provenance(device: torch.device | str | None = None) -> dict[str, Any]:
         except PackageNotFoundError:
             record[package] = None
     record["commit"] = os.environ.get("LABKIT_COMMIT") or _commit()
-    record["command"] = " ".join([_program(), *sys.argv[1:]])
+    # An absolute path would tell of the machine, not of the measurement.
+    arguments = [Path(argument).name if os.path.isabs(argument) else argument for argument in sys.argv[1:]]
+    record["command"] = " ".join([_program(), *arguments])
     record["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     return record
 

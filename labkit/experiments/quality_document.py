@@ -66,8 +66,7 @@ def _formats(quality: dict[str, Any]) -> list[str]:
             "What to read from it: at 8 bits, int8 with a scale for each token and head loses nothing that this text",
             "can show, and less than fp8 in as many bits. At 4 bits the axis of K's scale decides: one a channel costs",
             "1 % (symmetric 3 %), one a token 8 % (symmetric 23 %). The rotation helps integers whose channels share a",
-            "scale, and harms",
-            "where each channel has its own; fp8, whose steps grow with its values, gains nothing from it.",
+            "scale, and harms where each channel has its own; fp8, whose steps grow with its values, gains nothing.",
         ),
         "",
     ]

@@ -153,6 +153,7 @@ def made_up() -> pd.DataFrame:
     for combination, rung in ABLATION.items():
         product = float(np.prod([factors[name] for name in combination]))
         figures = {"max_concurrency": 3 * product, "tokens_per_second": 100 * product, "bytes_per_request": 8 / product}
+        figures |= {"scheduler": rung.scheduler, "drift": -0.3 if rung.few_kv_heads else 0.1}
         rows.append({"model": "m", "memory_limit_gib": 40.0, "lengths": "azure_conv", "rung": rung.name} | figures)
     return pd.DataFrame(rows)
 
@@ -183,6 +184,8 @@ def test_the_page_shows_the_recorded_rows():
     assert PAGE.read_text() == page(results(FILE))
     document = {"rows": records(made_up()), "provenance": None}
     assert "| m, 40 GiB, azure_conv | GQA | nothing | 5.00 | 5.00 |" in page(document)
+    shown = {line.split("|")[1].strip(): line for line in page(document).splitlines() if line.startswith("|")}
+    assert "~ 2,000" in shown["+ GQA"] and "~" not in shown["+ continuous batching"]  # halves of a window that differ
 
 
 def test_a_window_after_other_requests_has_room_for_all_their_successors():
@@ -194,3 +197,19 @@ def test_a_window_after_other_requests_has_room_for_all_their_successors():
         fill_with_noise(llm)
         figures = serve_window(llm.engine, traffic("full", 64, 256), 4, seconds=0.1)
     assert figures["peak_concurrency"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": -4.0}, "memory_limit must be > 0 GiB, got -4"),
+        ({"memory_limit": 1e6}, "memory_limit must be <= .* GiB, what is free here without a GPU, got 1e"),
+        (
+            {"model": ModelShape("vast", 100, 64, 64, 128, 8192, 28672, 32000, 4096)},
+            "which vast needs: choose a smaller",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_model_is_made(options, message):
+    with pytest.raises(ValueError, match=message):
+        combined(progress=False, **options)

@@ -14,6 +14,15 @@ from labkit.experiments.simulated_serving import load_workload, simulated_servin
 run = CliRunner().invoke
 
 
+@pytest.mark.parametrize("command", ["sensitivity", "failures", "fp8", "engine-quality", "quality", "fragmentation"])
+def test_a_file_that_holds_no_results_is_not_overwritten(command, tmp_path):
+    file = tmp_path / "thesis.txt"
+    file.write_text("years of work")
+    done = run(app, ["experiment", command, "--out", str(file)])
+    assert "must be a JSON file of results" in str(done.exception) + done.output
+    assert file.read_text() == "years of work"
+
+
 def shared_trace(path: Path) -> Path:
     rows = [
         {"timestamp": 2000 * i, "input_length": 2000, "output_length": 4, "hash_ids": [0, 1, 2, 10 + i]}
