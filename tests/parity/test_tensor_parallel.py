@@ -137,6 +137,15 @@ def test_steps_that_begin_before_the_last_one_is_known(llama, monkeypatch):
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in expected]
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Python's own handler: what runs in the background of a shell ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupt_between_the_messages_of_a_step_leaves_the_ranks_in_one_step(llama, monkeypatch):
     expected = answer(llama)
     ranks = llama._built.ranks

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import psutil
 import pytest
+from transformers import LlamaForCausalLM
 
 from labkit.core import ExecutorLost
 from labkit.engine import LLM
@@ -65,10 +66,18 @@ def test_a_sweep_gives_the_table_that_local_processes_give(ray, tmp_path):
     assert "Traceback" not in str(failed.value)
 
 
-def test_replicas_answer_as_one_engine_does_until_one_dies(ray, tiny_llama):
-    with LLM(tiny_llama, **OPTIONS) as llm:
+@pytest.fixture
+def model(tiny_llama: LlamaForCausalLM) -> LlamaForCausalLM:
+    """One of its own: a model that has once shown its hidden states keeps hooks of transformers that nothing pickles."""
+    fresh = LlamaForCausalLM(tiny_llama.config).eval()
+    fresh.load_state_dict(tiny_llama.state_dict())
+    return fresh
+
+
+def test_replicas_answer_as_one_engine_does_until_one_dies(ray, model):
+    with LLM(model, **OPTIONS) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
-    with RayReplicas(2, model=tiny_llama, **OPTIONS) as replicas:
+    with RayReplicas(2, model=model, **OPTIONS) as replicas:
         got = replicas.generate(PROMPTS, PARAMS)
         assert [output.outputs[0].token_ids for output in got] == expected
         assert replicas.router.loads == [0, 0]
@@ -83,6 +92,6 @@ def test_replicas_answer_as_one_engine_does_until_one_dies(ray, tiny_llama):
         replicas.generate(PROMPTS, PARAMS)
 
 
-def test_what_an_engine_refuses_is_the_callers_error(ray, tiny_llama):
+def test_what_an_engine_refuses_is_the_callers_error(ray, model):
     with pytest.raises(ValueError, match="max_num_seqs must be >= 1, got 0"):
-        RayReplicas(1, model=tiny_llama, **OPTIONS | {"max_num_seqs": 0})
+        RayReplicas(1, model=model, **OPTIONS | {"max_num_seqs": 0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import arithmetic as a
+from . import recorded_figures as r
 from .claim import Claim
 
 CONV, CODE, SEVEN, THIRTEEN, SEVENTY = "azure_conv", "azure_code", "llama-2-7b", "llama-2-13b", "llama-2-70b"
@@ -27,10 +28,10 @@ def _full_length_batch(kv_heads: int, vector_bytes: int = 2 * 128) -> int:
 def _climbed(rung: str) -> dict[str, float]:
     """Requests at once of a rung, and tokens/s as a multiple of the baseline's, for both kinds of lengths."""
     return {
-        "n_full": a.ladder(rung, "full"),
-        "n_conv": a.ladder(rung, CONV),
-        "x_full": a.ladder_times(rung, "full"),
-        "x_conv": a.ladder_times(rung, CONV),
+        "n_full": r.ladder(rung, "full"),
+        "n_conv": r.ladder(rung, CONV),
+        "x_full": r.ladder_times(rung, "full"),
+        "x_conv": r.ladder_times(rung, CONV),
     }
 
 
@@ -210,8 +211,8 @@ ARTICLE_B = (
         TABLES,
         lambda: {
             **{t: float(a.lengths(f"azure_{t}").std() / a.lengths(f"azure_{t}").mean()) for t in ("conv", "code")},
-            "even": a.figure("h200/claims.json", "value", claim="B21", setting="sd / mean 0"),
-            "wide": a.figure("h200/claims.json", "value", claim="B21", setting="sd / mean 1.5"),
+            "even": r.figure("h200/claims.json", "value", claim="B21", setting="sd / mean 0"),
+            "wide": r.figure("h200/claims.json", "value", claim="B21", setting="sd / mean 1.5"),
         },
     ),
     Claim("B22", "MHA has K and V for each head; MQA and GQA share them.", "correct", "True.", "reading", GQA),
@@ -305,7 +306,7 @@ ARTICLE_B = (
         "decode time of one layer with 64, 8 and 1 KV heads",
         "measured",
         lambda: {
-            f"{kind.lower()}{end}": a.figure(
+            f"{kind.lower()}{end}": r.figure(
                 "h200/heads.json", "layer_us", part="decode layer", kind=kind, batch=batch, context=4096
             )
             for kind in ("MHA", "GQA", "MQA")
@@ -366,8 +367,8 @@ ARTICLE_B = (
         "Liu et al., KIVI (ICML 2024)",
         lambda: {
             "own": 100 * (3.41 / 3.21 - 1),
-            "coarse": a.added_perplexity("int4 per token-head, symmetric"),
-            "fine": a.added_perplexity("int4 K per channel, V per token"),
+            "coarse": r.added_perplexity("int4 per token-head, symmetric"),
+            "fine": r.added_perplexity("int4 K per channel, V per token"),
         },
     ),
     Claim(
@@ -380,9 +381,9 @@ ARTICLE_B = (
         "fused and unfused ways against bf16, kernels and whole runs",
         "measured",
         lambda: {
-            "int8": a.whole_run("int8"),
-            "int4": a.whole_run("int4"),
-            "unfused": a.whole_run("int8, dequantised before attention"),
+            "int8": r.whole_run("int8"),
+            "int4": r.whole_run("int4"),
+            "unfused": r.whole_run("int8, dequantised before attention"),
         },
     ),
     Claim(
@@ -394,8 +395,8 @@ ARTICLE_B = (
         "perplexity with one layer quantised at a time",
         "measured",
         lambda: {
-            "kept": a.added_perplexity("int4 K per channel, V per token, first and last layer bf16"),
-            "all_layers": a.added_perplexity("int4 K per channel, V per token"),
+            "kept": r.added_perplexity("int4 K per channel, V per token, first and last layer bf16"),
+            "all_layers": r.added_perplexity("int4 K per channel, V per token"),
         },
     ),
     Claim(
@@ -411,7 +412,7 @@ ARTICLE_B = (
                 f"at{round(100 * share)}": int(a.room(THIRTEEN, 40, share) // a.kv(THIRTEEN, 4096))
                 for share in (0.9, 0.95, 1.0)
             }
-            | {"measured": a.ladder("baseline", "full")}
+            | {"measured": r.ladder("baseline", "full")}
         ),
     ),
     Claim(
@@ -460,10 +461,10 @@ ARTICLE_B = (
         "the combined experiment",
         "measured",
         lambda: {
-            "x_gqa": a.ladder_times("+ GQA", "full"),
-            "x_int8": a.ladder_times("+ INT8 KV", "full"),
-            "n_gqa": a.ladder_times("+ GQA", "full", "max_concurrency"),
-            "n_int8": a.ladder_times("+ INT8 KV", "full", "max_concurrency"),
+            "x_gqa": r.ladder_times("+ GQA", "full"),
+            "x_int8": r.ladder_times("+ INT8 KV", "full"),
+            "n_gqa": r.ladder_times("+ GQA", "full", "max_concurrency"),
+            "n_int8": r.ladder_times("+ INT8 KV", "full", "max_concurrency"),
         },
     ),
     Claim(
@@ -480,14 +481,15 @@ ARTICLE_B = (
         "correct",
         "They do: each adds to the others. In requests at once the factors roughly multiply (GQA {n_alone:.1f} times "
         "alone, {n_with:.1f} times after paging and batching). In tokens/s they need not: INT8 brings {x_without:.1f} "
-        "times without GQA, {x_with:.1f} times with it.",
+        "times without GQA, {x_with:.1f} times with it. Rough: the few seconds of continuous batching alone were "
+        "unsteady.",
         "factorial ablation in the combined experiment",
         "measured",
         lambda: {
-            "n_alone": a.ladder_times("GQA alone", CONV, "max_concurrency"),
-            "n_with": a.ladder_times("+ GQA", CONV, "max_concurrency", "+ continuous batching"),
-            "x_without": a.ladder_times("INT8 KV without GQA", CONV, before="+ continuous batching"),
-            "x_with": a.ladder_times("+ INT8 KV", CONV, before="+ GQA"),
+            "n_alone": r.ladder_times("GQA alone", CONV, "max_concurrency"),
+            "n_with": r.ladder_times("+ GQA", CONV, "max_concurrency", "+ continuous batching"),
+            "x_without": r.ladder_times("INT8 KV without GQA", CONV, before="+ continuous batching"),
+            "x_with": r.ladder_times("+ INT8 KV", CONV, before="+ GQA"),
         },
     ),
     Claim(
