@@ -68,7 +68,7 @@ def test_a_sweep_gives_the_table_that_local_processes_give(ray, tmp_path):
 
 @pytest.fixture
 def model(tiny_llama: LlamaForCausalLM) -> LlamaForCausalLM:
-    """One of its own: a model that has once shown its hidden states keeps hooks of transformers that nothing pickles."""
+    """One of its own: a model that has once shown its hidden states keeps hooks which nothing can pickle."""
     fresh = LlamaForCausalLM(tiny_llama.config).eval()
     fresh.load_state_dict(tiny_llama.state_dict())
     return fresh
