@@ -185,8 +185,12 @@ class NotebookPage:
         where = inside or self.page.locator("body")
         deadline = time.monotonic() + timeout
         while (found := where.evaluate(script)) and time.monotonic() < deadline:
-            where.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            self.wait_drawn()
         return found
+
+    def wait_drawn(self) -> None:
+        """Wait until the browser has drawn what was asked of it so far."""
+        self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def steady_box(self, shown: Locator) -> FloatRect:
         """Where an element is, once ten frames have shown it at the same size."""
@@ -212,9 +216,9 @@ class NotebookPage:
         canvas = self.page.locator(selector).first
         canvas.wait_for(state="attached")
         canvas.scroll_into_view_if_needed()
+        self.wait_drawn()
         return canvas.evaluate(
-            """async canvas => {
-                await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+            """canvas => {
                 const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
                 const words = new DataView(data.buffer);
                 const counts = {};

@@ -203,9 +203,10 @@ def test_the_first_lesson_runs_and_its_tables_show_the_run(notebook: NotebookPag
 
     slider = replay.get_by_role("slider", name="step")
     slider.press("PageUp")  # a tenth of the run
+    colours = pixels(notebook, 1)  # waits until picture and summary, which change in one frame, are drawn
     in_use = int((replay.locator(".labkit-summary").text_content() or "").split()[0])
     assert in_use > 0
-    assert with_alpha(pixels(notebook, 1), 30) + with_alpha(pixels(notebook, 1), 90) == (64 - in_use) * BLOCK
+    assert with_alpha(colours, 30) + with_alpha(colours, 90) == (64 - in_use) * BLOCK
     chips = replay.locator(".labkit-chip:not(.labkit-state)")
     assert chips.count() == 7, "six prompts, one of them with two continuations"
     fills = {colour for colour, count in pixels(notebook, 1).items() if colour.endswith("ff") and count > SIDE}

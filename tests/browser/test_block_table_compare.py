@@ -64,6 +64,7 @@ def test_two_traces_run_on_one_clock(notebook: NotebookPage, lab_folder: Path) -
 
     expect(label).to_have_text(re.compile(r"^0\.05 s of "))
     slider.press("PageUp")
+    notebook.wait_drawn()
     seconds = number(label.text_content(), r"^([\d.]+) s")
     for title in titles.all():
         assert abs(number(title.text_content(), r"step (\d+)") - seconds / 0.05) <= 1
