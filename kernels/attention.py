@@ -14,7 +14,7 @@ from .dequantise import StoredPages, channels_a_scale, is_int4, scale_kind, stor
 from .pages import KVPages, QuantisedKVPages, check_attention_inputs
 from .prefill import prefill_kernel
 from .rope import launch_options
-from .tuning import DecodeTile, PrefillTile, decode_programs, decode_tile, prefill_tile, quantised_decode_tile
+from .tuning import ANY, DecodeTile, PrefillTile, decode_programs, decode_tile, prefill_tile, quantised_decode_tile
 
 FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 LEAST_DIM = 16  # the shortest side of a matrix instruction
@@ -112,9 +112,10 @@ def paged_attention(
     group = num_q_heads // kv.num_kv_heads
     dk, dv = padded_head_dims(kv, head_dim_k, head_dim_v)
     capability, num_sms = device_limits(q.device)
-    pairs = num_seqs * kv.num_kv_heads
+    # With prompts in the step one tile serves any number of sequences: a batch that grows compiles nothing new.
+    pairs_per_sm = num_seqs * kv.num_kv_heads / num_sms if max_query_len == 1 else ANY
     head_dim = max(head_dim_k, head_dim_v)
-    tile = decode_tile_for(kv, capability, group, head_dim, pairs / num_sms, q.element_size())
+    tile = decode_tile_for(kv, capability, group, head_dim, pairs_per_sm, q.element_size())
     if workspace is None:
         workspace = Workspace.allocate(head_dim_v, q.device)
     launch = AttentionLaunch(
@@ -154,6 +155,12 @@ def prefill_tile_for(
     """The tile of the prefill kernel; over quantised pages half as many keys, whose codes and values both need room."""
     tile = prefill_tile(capability, group, head_dim, element_size)
     return tile if isinstance(kv, KVPages) else replace(tile, block_n=max(16, tile.block_n // 2))
+
+
+def lanes_for(num_seqs: int, with_prompts: bool) -> int:
+    """Lanes by which a program finds its sequence; with prompts in the step one number up to 256, as for tiles."""
+    sizes = (256, 1024) if with_prompts else (32, 256, 1024)
+    return next((lanes for lanes in sizes if num_seqs <= lanes), 1 << (num_seqs - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +217,13 @@ class AttentionLaunch:
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), self.block_table.stride(0),
         )  # fmt: skip
 
-    def constants(self):
-        num_seqs = self.seq_lens.shape[0]
+    def constants(self, with_prompts: bool):
         return dict(
             GROUP=self.group, HEAD_DIM_K=self.q.shape[2], HEAD_DIM_V=self.out.shape[2], DK=self.dk, DV=self.dv,
             BLOCK_SIZE=self.kv.block_size, SAME_STRIDES=self.same_strides(),
-            SEQS=next(n for n in (32, 256, 1024, triton.next_power_of_2(num_seqs)) if num_seqs <= n),
-            SOFTCAP=self.softcap is not None, WINDOWED=self.sliding_window is not None,
-            HAS_SINKS=self.sinks is not None, PRECISION="ieee" if self.q.element_size() == 4 else "tf32",
+            SEQS=lanes_for(self.seq_lens.shape[0], with_prompts), SOFTCAP=self.softcap is not None,
+            WINDOWED=self.sliding_window is not None, HAS_SINKS=self.sinks is not None,
+            PRECISION="ieee" if self.q.element_size() == 4 else "tf32",
         )  # fmt: skip
 
     def stored_pages(self) -> tuple[StoredPages, StoredPages]:
@@ -257,7 +263,8 @@ class AttentionLaunch:
             TRANSPOSED=not isinstance(self.kv, KVPages) or tile.block_m < 16,
             EARLY=launch_options(self.q.device)["EARLY"],
         )  # fmt: skip
-        return KernelCall(decode_kernel, (programs,), arguments, self.constants() | self.formats() | constants, tile)
+        constants |= self.constants(max_query_len > 1) | self.formats()
+        return KernelCall(decode_kernel, (programs,), arguments, constants, tile)
 
     def prefill(self, tile: PrefillTile, max_decode_rows: int) -> KernelCall:
         block_q = tile.block_m // self.group
@@ -267,4 +274,5 @@ class AttentionLaunch:
             STAGES=tile.num_stages, QUANTISED=not isinstance(self.kv, KVPages),
         )  # fmt: skip
         arguments = (*self.tensors(), self.seq_lens.shape[0], *self.scalars())
-        return KernelCall(prefill_kernel, grid, arguments, self.constants() | self.formats() | constants, tile)
+        constants |= self.constants(True) | self.formats()
+        return KernelCall(prefill_kernel, grid, arguments, constants, tile)

@@ -17,7 +17,7 @@ from .rope import check_rows, launch_options, rope, rope_and_write_kv, rope_cos_
 __all__ = ["rms_norm", "rope", "rope_and_write_kv", "rope_cos_sin", "silu_mul"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x, weight, out, num_rows, x_row, eps,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,

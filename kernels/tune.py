@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 
-from .attention import AttentionLaunch, KernelCall, device_limits
+from .attention import AttentionLaunch, KernelCall, device_limits, lanes_for
 from .bench import GQA, MHA, MQA, SMOLLM2, Case, Heads, provenance
 from .compile_report import example_call, resource_usage
 from .measure import PagePool, Timer, batch_lengths, causal_flops, read_ceiling_gbps
@@ -75,7 +75,7 @@ def decode_jobs(capability: int, num_sms: int, heads: Heads, batch: str) -> list
     tiles = [replace(shipped, programs_per_sm=1)]
     tiles += [DecodeTile(*shape[:4], 1, shipped.min_tokens, *shape[4:]) for shape in SHAPES[heads]]
     return [
-        ("decode", capability, heads, 32 if len(batch_lengths(batch)) <= 32 else 256, tile)
+        ("decode", capability, heads, lanes_for(len(batch_lengths(batch)), False), tile)
         for tile in dict.fromkeys(tiles)
     ]
 
@@ -212,7 +212,8 @@ def run(only: list[str] | None = None, out: Path | None = None, show: Callable[[
     if "decode" in groups:
         jobs += [job for heads, batch in DECODE_CASES for job in decode_jobs(capability, num_sms, heads, batch)]
     if "prefill" in groups:
-        jobs += [("prefill", capability, heads, 32, tile) for heads in (GQA, MHA) for tile in PREFILL_TILES]
+        lanes = lanes_for(1, True)
+        jobs += [("prefill", capability, heads, lanes, tile) for heads in (GQA, MHA) for tile in PREFILL_TILES]
     jobs = list(dict.fromkeys(jobs))
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as workers:
         usage = dict(zip(jobs, workers.map(compile_job, jobs), strict=True))

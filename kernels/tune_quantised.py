@@ -21,7 +21,7 @@ import torch
 import triton
 
 from . import tune
-from .attention import AttentionLaunch, decode_tile_for, device_limits
+from .attention import AttentionLaunch, decode_tile_for, device_limits, lanes_for
 from .bench import GQA, MHA, Case, Heads, provenance
 from .bench_quantised import QuantisedCase
 from .bench_write import BATCHES, HEADS, bytes_moved, new_pages, write_batch
@@ -84,7 +84,7 @@ def compile_job(job: Job) -> dict[str, int] | None:
     if isinstance(tile, DecodeTile):
         shape = (num_q_heads, num_kv_heads, head_dim, head_dim)
         call = example_call("decode", device_limits(device)[0], shape, tile, block_size=block_size, kv_format=kv_format)
-        lanes = {"SEQS": 32 if len(batch_lengths(BATCH)) <= 32 else 256}
+        lanes = {"SEQS": lanes_for(len(batch_lengths(BATCH)), False)}
         kernel, arguments, constants, options = call.kernel, call.arguments, call.constants | lanes, call.options()
     else:
         kernel, arguments, constants, options = example_write(kv_format, tile)

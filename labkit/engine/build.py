@@ -33,6 +33,7 @@ from .measured_cost import measure_preemption_cost
 from .memory_plan import MemoryPlan, plan_memory
 from .model_executor import ModelExecutor
 from .options import SCHEDULERS, EngineOptions
+from .warm_up import compile_kernels
 
 if TYPE_CHECKING:
     from .tensor_parallel.shard_group import ShardGroup
@@ -199,7 +200,7 @@ def build_engine(model: PreTrainedModel, options: EngineOptions, group: ShardGro
         share_tokens = None if group is None else group.share
         executor = ModelExecutor(model, storage, backend, options.max_num_seqs, host_blocks, share_tokens)
         if backend_name != "torch":
-            _warm_up(executor, backend_name, policy)
+            compile_kernels(executor, options.max_num_seqs, captures_graphs, backend_name, policy)
         if captures_graphs:
             executor.capture_graphs(options.max_num_seqs, -(-memory.max_model_len // memory.block_size))
         if host_blocks is not None:
@@ -243,19 +244,6 @@ def require_windows_to_arrive(model: PreTrainedModel, shapes: dict[int, LayerSha
             f"{type(model).__name__} (model_type {config.model_type!r}) is not supported: the sliding window of layers "
             f"{lost} does not reach the attention function, so they would see too much"
         )
-
-
-def _warm_up(executor: ModelExecutor, backend_name: str, policy: KVPolicy | None) -> None:
-    """Compile the kernels. Raises ValueError if they do not know a format of ``policy``."""
-    try:
-        executor.warm_up()
-    except (ValueError, TypeError) as error:
-        if policy is None:
-            raise
-        raise ValueError(
-            f"attention_backend={backend_name!r} cannot run kv_cache_dtype ({policy}): {error}; use "
-            "attention_backend='torch' or other formats"
-        ) from error
 
 
 def _stored_cache(

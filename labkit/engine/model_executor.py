@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -97,26 +98,28 @@ class ModelExecutor:
             self.graphs = graphs
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compile what a step with prompts needs, so that the first request does not wait for it.
+    def warm_up(self, query_lens: Sequence[int]) -> None:
+        """Compile what a step with that many new tokens of each sequence needs, so that no request waits for it.
 
-        One prompt of 32 tokens and one decoding sequence, which write nothing (slot -1) and whose answers are dropped.
+        The sequences hold nothing else; nothing is written (slot -1), and the answers are dropped.
         """
-        lengths = [32, 1]
-        starts = upload([0, 32, 33], torch.int32, self.device)
-        ids = torch.zeros(34, dtype=torch.int64, device=self.device)[:33]
+        num_seqs, num_tokens = len(query_lens), sum(query_lens)
+        starts = np.cumsum([0, *query_lens])
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        width = -(-max(query_lens) // self.storage.block_size)
+        lengths = upload(query_lens, torch.int32, self.device)
         batch = InputBatch(
             token_ids=ids,
             positions=ids,
             slot_mapping=ids - 1,
-            block_table=torch.zeros(2, -(-32 // self.storage.block_size), dtype=torch.int32, device=self.device),
-            seq_lens=upload(lengths, torch.int32, self.device),
-            query_start_loc=starts,
-            host_seq_lens=lengths,
-            host_query_lens=lengths,
-            tail_rows=upload([0, 0], torch.int32, self.device) if self.tail_rows is not None else None,
+            block_table=torch.zeros(num_seqs, width, dtype=torch.int32, device=self.device),
+            seq_lens=lengths,
+            query_start_loc=upload(starts.tolist(), torch.int32, self.device),
+            host_seq_lens=list(query_lens),
+            host_query_lens=list(query_lens),
+            tail_rows=torch.zeros_like(lengths) if self.tail_rows is not None else None,
         )
-        self._forward(batch, [31, 32]).argmax(-1)
+        self._forward(batch, (starts[1:] - 1).tolist()).argmax(-1)
 
     def now(self) -> float:
         """Seconds on the machine's monotonic clock."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from triton import knobs
 
 from labkit.engine import LLM
 from labkit.scheduling import SamplingParams
@@ -65,6 +66,20 @@ def test_same_tokens_as_transformers_with_graphs_and_without(model, expected, en
         executor: Any = llm.engine.executor
         assert (executor.graphs is None) == enforce_eager
         assert answers(llm) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_serving_compiles_nothing(model, monkeypatch, kv_cache_dtype):
+    """What tests/unit/test_warm_up.py reckons, counted."""
+    sizes = SIZES | {"max_num_seqs": 40, "num_gpu_blocks_override": 512}
+    compiled: list[str] = []
+    with LLM(model, kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=64, **sizes) as llm:
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **how: compiled.append(how["repr"]))
+        prompts = [[1] * (1 + i * 7 % 40) for i in range(80)]
+        params = [SamplingParams(temperature=0, max_tokens=20 + i % 23, ignore_eos=True) for i in range(80)]
+        llm.generate(prompts, params, use_tqdm=False)
+    assert not compiled
 
 
 @pytest.mark.gpu
