@@ -88,7 +88,8 @@ class RayReplicas:
     def __init__(self, num_replicas: int, *, router: PrefixRouter | None = None, **llm_options: Any) -> None:
         """``llm_options`` are those of :class:`LLM`. Ray is joined or started as :func:`ray_cluster` says.
 
-        Raises ImportError if Ray is not installed, ValueError if the cluster is too small, and what LLM raises.
+        Raises ImportError if Ray is not installed, ValueError if the cluster is too small, TypeError for a model that
+        cannot be sent to another process, and what LLM raises.
         """
         self.router = router or PrefixRouter(num_replicas)
         if len(self.router.loads) != num_replicas:
@@ -100,11 +101,21 @@ class RayReplicas:
             resources = replica_resources(num_replicas, llm_options, self._ray.cluster_resources())
             actor = self._ray.remote(**resources)(_Replica)
             self._actors = [actor.remote() for _ in range(num_replicas)]
-            options = self._ray.put(llm_options)  # once, if a model is in them
+            options = self._sent(llm_options)
             self._results([one.start.remote(options) for one in self._actors])
         except BaseException:
             self.close()
             raise
+
+    def _sent(self, llm_options: dict[str, Any]) -> Any:
+        """The options where every replica can read them: once, if a model is in them."""
+        try:
+            return self._ray.put(llm_options)
+        except TypeError as error:  # transformers leaves hooks on a model that was asked for its hidden states
+            raise TypeError(
+                "the options cannot be sent to another process: name the model, or pass one that has not run yet "
+                f"({str(error).splitlines()[0]})"
+            ) from error
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

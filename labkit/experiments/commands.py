@@ -156,7 +156,7 @@ def _series(table: Any) -> list[dict[str, Any]]:
 
 
 def _text(table: Any) -> str:
-    return table.to_string(index=False, float_format="{:,.4g}".format)
+    return table.to_string(index=False, float_format="{:,.4g}".format) if len(table) else "nothing to show"
 
 
 def _save(out: Path | None, rows: Sequence[dict[str, Any]] | dict[str, Any]) -> None:

@@ -55,7 +55,9 @@ def combined_command(
         typer.Option(help="full, or a shipped length table; may be repeated; else full and azure_conv."),
     ] = None,
     rung: Annotated[list[str] | None, typer.Option(help="A rung by name; may be repeated; else all.")] = None,
-    window: Annotated[float | None, typer.Option(help="Seconds measured; else 10 on a GPU, 2 on a CPU.")] = None,
+    window: Annotated[
+        float | None, typer.Option(help="Seconds measured (static batches: whole ones); else 10 on a GPU, 2 on a CPU.")
+    ] = None,
     out: Annotated[Path | None, COMPLETED] = None,
 ) -> None:
     """Paging, continuous batching, fewer KV heads, fewer bits: requests at once and tokens/s, rung by rung."""
@@ -67,7 +69,8 @@ def combined_command(
         model, memory_limit, context=context, lengths=lengths or LENGTHS, rungs=rung, window=window, out=out
     )
     typer.echo(shown_ladder(rows).to_string(index=False, float_format="{:,.3g}".format))
-    typer.echo(effects(rows).to_string(index=False, float_format="{:.2f}".format))
+    if len(products := effects(rows)):
+        typer.echo(products.to_string(index=False, float_format="{:.2f}".format))
     for name, lengths_of, why in rows[["rung", "lengths", "not_measured"]].dropna().itertuples(index=False):
         typer.echo(f"{name}, {lengths_of}: not measured: {why}")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import psutil
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from labkit.core import ExecutorLost
@@ -95,3 +96,9 @@ def test_replicas_answer_as_one_engine_does_until_one_dies(ray, model):
 def test_what_an_engine_refuses_is_the_callers_error(ray, model):
     with pytest.raises(ValueError, match="max_num_seqs must be >= 1, got 0"):
         RayReplicas(1, model=model, **OPTIONS | {"max_num_seqs": 0})
+
+
+def test_a_model_that_cannot_be_sent_says_so(ray, model):
+    model(torch.tensor([[1, 2]]), output_hidden_states=True)
+    with pytest.raises(TypeError, match="name the model, or pass one that has not run yet"):
+        RayReplicas(1, model=model, **OPTIONS)
