@@ -11,16 +11,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from . import KVPages, Workspace, paged_attention, reference, steps, swap_blocks, write_kv
 from .bench_quantised import CASES as QUANTISED_CASES
@@ -36,7 +31,7 @@ from .measure import (
     time_calls,
 )
 from .peers import decode_peers, prefill_peers
-from .result_file import write_results
+from .result_file import provenance, write_results
 
 Heads = tuple[int, int, int]
 MHA, GQA, MQA, SMOLLM2 = (32, 32, 128), (32, 8, 128), (32, 1, 128), (9, 3, 64)
@@ -223,28 +218,6 @@ def bench_quantised_prefill(pool: PagePool) -> Iterator[dict[str, Any]]:
                     "prefill", "labkit", heads, batch, 32, us, kv_format, tflops=flops / us / 1e6,
                     ratio_to_bf16=us / bf16_us, **error,
                 )  # fmt: skip
-
-
-def provenance() -> dict[str, str]:
-    """Where a measurement comes from: GPU, driver, versions, commit, command, date."""
-
-    def ask(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": os.environ.get("LABKIT_COMMIT")
-        or ask("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
-        "command": "python -m labkit.kernels.bench "
-        + " ".join(a if a[:1] != "/" else Path(a).name for a in sys.argv[1:]),
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def run(

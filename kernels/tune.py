@@ -22,10 +22,10 @@ import torch
 import triton
 
 from .attention import AttentionLaunch, KernelCall, device_limits, lanes_for
-from .bench import GQA, MHA, MQA, SMOLLM2, Case, Heads, provenance
+from .bench import GQA, MHA, MQA, SMOLLM2, Case, Heads
 from .compile_report import example_call, resource_usage
 from .measure import PagePool, Timer, batch_lengths, causal_flops, read_ceiling_gbps
-from .result_file import write_results
+from .result_file import provenance, write_results
 from .tuning import DecodeTile, PrefillTile, decode_tile, prefill_tile
 
 Tile = DecodeTile | PrefillTile

@@ -22,13 +22,13 @@ import triton
 
 from . import tune
 from .attention import AttentionLaunch, decode_tile_for, device_limits, lanes_for
-from .bench import GQA, MHA, Case, Heads, provenance
+from .bench import GQA, MHA, Case, Heads
 from .bench_quantised import QuantisedCase
 from .bench_write import BATCHES, HEADS, bytes_moved, new_pages, write_batch
 from .compile_report import KV_FORMATS, example_call, example_pages, example_write, resource_usage
 from .measure import PagePool, Timer, batch_lengths, read_ceiling_gbps
 from .pages import KVPages, QuantisedKVPages
-from .result_file import write_results
+from .result_file import provenance, write_results
 from .rope import launch_options
 from .tuning import QUANTISED_WRITE, DecodeTile, WriteTile
 from .write_quantised import write_launch, write_quantised_kv_kernel

@@ -59,7 +59,7 @@ def check(tool: str, group: str, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    from labkit.kernels.bench import provenance
+    from labkit.kernels.result_file import provenance
 
     out, seconds = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 150.0
     result = {"provenance": provenance() | {"command": "python tests/kernel/memcheck.py"}}
