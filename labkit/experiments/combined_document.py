@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from .combined_outcome import outcome_lines
 from .combined_report import effects, ladder_table
 from .recorded import results
 
@@ -35,14 +36,15 @@ before it has (INT4 takes the place of INT8). `labkit experiment combined` runs 
   over in the middle. K and V are noise until then, which changes no time. After a second that does not count the window
   begins; static batches are counted whole, from the first. Tokens/s are generated tokens over wall time, prefill of
   newcomers included.
-- **Windows** are short, 4 s or more (`window_s`): with few requests at once a window sees few of them, and averages are
-  rough. `drift` in the file compares its halves; where those of continuous batching differ by more than a quarter, the
-  tokens/s have a *~* before them, and what is derived from them is as rough.
+- **Windows** have their seconds in the file (`window_s`), and under `drift` how much faster or slower their second half
+  is; where the halves of continuous batching differ by more than a quarter, the tokens/s have a *~* before them, and
+  what is derived from them is as rough.
 - **At once**: requests in memory, averaged over the window; of static batches, how large they begin. *Predicted* is
   `plan_capacity`'s pool divided by what a request holds on average while it runs
   (`labkit.experiments.combined_capacity`), and for tokens/s the simulator over as long a window, calibrated on earlier
-  results. Both were written down before anything here ran. Without measured figures beside them they are all there is.
-  The article's claims are for Llama-2-13B on an A100-40GB.
+  results. Both were written down before anything here ran; for a longer window the simulator ran again, and nothing in
+  it had changed. Where nothing was measured they are all there is, of 4 s. The article's claims are for Llama-2-13B on
+  an A100-40GB.
 - **Live** is the share of the slots held by requests that hold a computed token.
 """
 
@@ -76,7 +78,7 @@ def page(document: dict[str, Any]) -> str:
             "",
         ]
         lines += [f"{row['rung']}: not measured: {row['not_measured']}\n" for row in _records(ladder) if _why(row)]
-    lines += _effect_lines(effects(rows)) + _equal_batch_lines(document.get("equal_batch", []))
+    lines += outcome_lines(rows) + _effect_lines(effects(rows)) + _equal_batch_lines(document.get("equal_batch", []))
     return "\n".join(lines)
 
 
@@ -119,7 +121,7 @@ def _effect_lines(table: pd.DataFrame) -> list[str]:
         "## Which effects multiply",
         "",
         "By how much each effect multiplies, given what is there already. An effect that multiplies with the others",
-        "has the same factor whatever it joins. For requests at once that is so within a third (a",
+        "has the same factor whatever it joins. For requests at once that is so within a seventh (a",
         "baseline of three requests is coarse). For tokens/s it is not: the more requests share a step, the less it is",
         "memory that limits them.",
         "",

@@ -17,6 +17,7 @@ from labkit.experiments.combined_document import FILE, PAGE, page
 from labkit.experiments.combined_equal_batch import equal_batch, record_equal_batch
 from labkit.experiments.combined_ladder import combined, predict_combined
 from labkit.experiments.combined_measure import fill_with_noise
+from labkit.experiments.combined_outcome import outcome_lines
 from labkit.experiments.combined_report import effects, ladder_table
 from labkit.experiments.combined_rungs import ABLATION, LADDER, RUNGS
 from labkit.experiments.combined_setting import Setting, serve_window
@@ -186,6 +187,33 @@ def test_the_page_shows_the_recorded_rows():
     assert "| m, 40 GiB, azure_conv | GQA | nothing | 5.00 | 5.00 |" in page(document)
     shown = {line.split("|")[1].strip(): line for line in page(document).splitlines() if line.startswith("|")}
     assert "~ 2,000" in shown["+ GQA"] and "~" not in shown["+ continuous batching"]  # halves of a window that differ
+
+
+def test_the_page_says_what_came_of_a_ladder_beside_what_was_aimed_at():
+    rows = []
+    for kind in ("full", "azure_conv"):
+        for name, at_once, rate, live in (("baseline", 3.0, 100.0, 0.2), ("+ INT8 KV", 45.0, 900.0, 0.97)):
+            rung = RUNGS[name]
+            row = {"model": "m", "memory_limit_gib": 40.0, "lengths": kind, "rung": name, "scheduler": rung.scheduler}
+            row |= {"kv_cache_dtype": rung.kv_cache_dtype, "max_concurrency": at_once, "tokens_per_second": rate}
+            row |= {
+                "bytes_per_request": 1.0,
+                "live_utilisation": live,
+                "window_s": 30.2,
+                "drift": -0.1,
+                "itl_p99_s": 0.1,
+            }
+            row |= {"predicted_concurrency": at_once * 1.04, "predicted_tokens_per_second": rate * 0.9}
+            rows.append(row | {"predicted_itl_p99_s": 0.3 if (kind, name) == ("full", "+ INT8 KV") else 0.11})
+    shown = " ".join(" ".join(outcome_lines(pd.DataFrame(rows))).split())
+    assert "Windows of 30 s or more; with continuous batching their halves differ by 10 % at most" in shown
+    assert (
+        "15.0 times the requests at full length (3 to 45; 14 times were aimed at) and 9.0 times the tokens/s" in shown
+    )
+    assert 'missed by "+ INT8 KV" (full) with 97.0 and "+ INT8 KV" (azure_conv) with 97.0' in shown
+    assert "requests at once +4 to +4 %" in shown and "tokens/s -10 to -10 % in 16 bit and INT8, not measured" in shown
+    assert 'ITL p99: +10 to +10 %; far off only "+ INT8 KV" (full) 100 ms instead of 300.' in shown
+    assert not outcome_lines(pd.DataFrame(rows[2:])) and not outcome_lines(made_up())
 
 
 def test_a_window_after_other_requests_has_room_for_all_their_successors():

@@ -481,8 +481,7 @@ ARTICLE_B = (
         "correct",
         "They do: each adds to the others. In requests at once the factors roughly multiply (GQA {n_alone:.1f} times "
         "alone, {n_with:.1f} times after paging and batching). In tokens/s they need not: INT8 brings {x_without:.1f} "
-        "times without GQA, {x_with:.1f} times with it. Rough: the few seconds of continuous batching alone were "
-        "unsteady.",
+        "times without GQA, {x_with:.1f} times with it.",
         "factorial ablation in the combined experiment",
         "measured",
         lambda: {
