@@ -14,6 +14,9 @@ The kernel is built in five runnable steps in steps.py; this is the last one. Th
       tiles            |▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪|▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪|▪ ▪ ▪|▪ ▪ ▪|▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪| ...
       programs         |── 0 ──────|── 1 ──────|── 2 ──────|── 3 ──────|── 4 ──────|── 5 ──────|── 6 ─...
 
+   To begin a pair takes a program about as long as to read a tile. Where lengths differ, each pair therefore has one
+   more tile in the line than it has keys for, its first: a program of many short pairs gets fewer keys.
+
 3. The last one combines. A pair that lies within one program is finished there. Otherwise each of its programs leaves
    (acc, m, l) in the workspace and counts itself; the one that finds itself the last reads all parts and writes the
    result. No second launch. A program can own at most two parts, one at either end of its share, so the workspace
@@ -166,33 +169,38 @@ def decode_kernel(
     all_starts = tl.load(query_start_loc + index, mask=live, other=0)
     all_query_lens = tl.load(query_start_loc + index + 1, mask=live, other=0) - all_starts
     _, all_tiles = decode_tiles(all_lens, all_query_lens, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
+    num_live = tl.sum((all_tiles > 0).to(tl.int32), 0)
+    lengths_differ = tl.max(all_tiles, 0) * num_live * 16 > tl.sum(all_tiles, 0) * 17
+    all_tiles += ((all_tiles > 0) & lengths_differ).to(tl.int32)  # one more tile to begin with
     line_end = tl.cumsum(all_tiles, 0) * NUM_KV_HEADS
     total = tl.sum(all_tiles, 0) * NUM_KV_HEADS
 
     # Equal shares for as many programs as get MIN_TILES each. When whole pairs fit about as well (sequences of equal
     # length), as many programs as take the same number of whole pairs, so that none is cut.
     sharers = tl.maximum(tl.minimum(num_programs, total // MIN_TILES), 1)
-    pairs = tl.sum((all_tiles > 0).to(tl.int32), 0) * NUM_KV_HEADS
+    pairs = num_live * NUM_KV_HEADS
     pairs_each = tl.maximum((pairs + sharers - 1) // sharers, 1)
     if (pairs % pairs_each == 0) & (pairs_each * tl.max(all_tiles, 0) * 16 <= (total // sharers) * 17):
         sharers = tl.maximum(pairs // pairs_each, 1)
     tile = share_begin(program, total, sharers)
     last_tile = tl.where(program < sharers, share_begin(program + 1, total, sharers), tile)
     while tile < last_tile:
-        # The pair (sequence, head) that `tile` belongs to, and its tiles [pair_begin, pair_end).
+        # The pair (sequence, head) that `tile` belongs to, and its tiles [pair_begin, pair_end), those with keys last.
         seq = tl.sum((line_end <= tile).to(tl.int32), 0)
         seq_begin = tl.max(tl.where(line_end <= tile, line_end, 0), 0)
         seq_len = tl.load(seq_lens + seq)
         query_start = tl.load(query_start_loc + seq)
         query_len = tl.load(query_start_loc + seq + 1) - query_start
-        first, tiles = decode_tiles(seq_len, query_len, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
+        first, key_tiles = decode_tiles(seq_len, query_len, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
+        tiles = (tl.min(tl.where(line_end > tile, line_end, 0x7FFFFFFF), 0) - seq_begin) // NUM_KV_HEADS
         head = (tile - seq_begin) // tiles
         pair_begin = seq_begin + head * tiles
         pair_end = pair_begin + tiles
         stop = tl.minimum(pair_end, last_tile)
 
-        begin = (first + tile - pair_begin) * BLOCK_N
-        end = tl.minimum((first + stop - pair_begin) * BLOCK_N, seq_len)
+        shift = first - (pair_end - key_tiles)  # from the line to tiles of the sequence
+        begin = tl.maximum(tile + shift, first) * BLOCK_N
+        end = tl.minimum(tl.maximum(stop + shift, first) * BLOCK_N, seq_len)
         visible_from = tl.maximum(seq_len - query_len - window + 1, 0) if WINDOWED else 0
         table_row = block_table + seq.to(tl.int64) * table_stride
         row = tl.arange(0, BLOCK_M)

@@ -87,7 +87,12 @@ DECODE = {
         (ANY, 256, ANY, DecodeTile(16, 64, 4, 3, 2, 256)),
     ],
 }
-DECODE[100] = [(ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)), *DECODE[90][1:]]  # compiled, never measured
+DECODE[100] = [  # compiled, never measured
+    (ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)),
+    *DECODE[90][1:7],
+    (ANY, 128, 0.5, DecodeTile(32, 128, 4, 5, 1, 128, 224)),  # uncapped it spills
+    *DECODE[90][8:],
+]
 
 # Quantised KV. Rows (K in int4, query heads a KV head <=, head size <=, tile). block_m 8: keys are the wide side of the
 # product (decode_quantised.py). One warp a program: nothing to wait for but memory; the more programs, the better. int4

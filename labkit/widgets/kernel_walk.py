@@ -92,9 +92,9 @@ class KernelWalk(widgets.VBox):
 
     def _part_in_words(self, part: Part) -> str:
         blocks = self._table[part.sequence][part.begin // self._block_size : -(-part.end // self._block_size)]
-        where = f"sequence {part.sequence}, head {part.head}, keys {part.begin} to {part.end - 1}"
+        keys = f"keys {part.begin} to {part.end - 1} (blocks {' '.join(map(str, blocks))})" if blocks else "no keys yet"
         left = "whole" if part.slot is None else f"a part, left in slot {part.slot}"
-        return f"{where} (blocks {' '.join(map(str, blocks))}): {left}"
+        return f"sequence {part.sequence}, head {part.head}, {keys}: {left}"
 
     def to_svg(self) -> str:
         """The picture as it is now."""

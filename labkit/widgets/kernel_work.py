@@ -1,19 +1,23 @@
 """The work list of a decode step, as the kernel makes it for itself: who reads which keys of which sequence.
 
 The same arithmetic as in :mod:`labkit.kernels.decode`, on the host; a test holds one against the other. All (sequence,
-KV head) pairs stand in one line of tiles, and each program takes an equal share of the line.
+KV head) pairs stand in one line of tiles, and each program takes an equal share of the line. Where lengths differ, each
+pair begins with a tile without keys: what it takes to begin it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one program reads of one (sequence, KV head) pair: keys ``begin`` to ``end`` (exclusive).
 
+    Both are 0 for a program whose share ends with the pair's first tile where that one holds no keys.
     ``slot`` is where in the workspace it leaves its result for the merge; None if it reads the whole pair.
     """
 
@@ -35,9 +39,9 @@ def share_begin(program: int, total: int, sharers: int) -> int:
     return program * total // sharers
 
 
-def owner(tile: int, total: int, sharers: int) -> int:
-    """The program whose share holds a tile."""
-    return ((tile + 1) * sharers - 1) // total
+def lengths_differ(tiles: Sequence[int]) -> bool:
+    """Whether the longest sequence is more than a 16th above the mean."""
+    return max(tiles) * len(tiles) * 16 > sum(tiles) * 17
 
 
 def num_sharers(tiles: Sequence[int], num_kv_heads: int, num_programs: int, min_tiles: int) -> int:
@@ -55,7 +59,7 @@ def work_list(
 ) -> list[Part]:
     """Every part of a decode step with one new token a sequence, in the order of the line.
 
-    ``block_n`` keys are a tile, and no program gets fewer than ``min_tokens`` keys (:class:`DecodeTile` of
+    ``block_n`` keys are a tile, and no share is smaller than ``min_tokens`` keys (:class:`DecodeTile` of
     :mod:`labkit.kernels.tuning`). Raises ValueError unless there is a sequence and all numbers are positive.
     """
     for name, value in (("num_kv_heads", num_kv_heads), ("num_programs", num_programs), ("block_n", block_n)):
@@ -64,18 +68,19 @@ def work_list(
     if not seq_lens or min(seq_lens) < 1:
         raise ValueError(f"seq_lens must hold at least one length, each >= 1, got {list(seq_lens)}")
     tiles = [decode_tiles(seq_len, block_n) for seq_len in seq_lens]
-    total = sum(tiles) * num_kv_heads
-    sharers = num_sharers(tiles, num_kv_heads, num_programs, -(-min_tokens // block_n))
-    parts, pair_begin = [], 0
-    for sequence, (seq_len, count) in enumerate(zip(seq_lens, tiles, strict=True)):
-        for head in range(num_kv_heads):
-            pair_end = pair_begin + count
-            programs = range(owner(pair_begin, total, sharers), owner(pair_end - 1, total, sharers) + 1)
-            for program in programs:
-                first = max(share_begin(program, total, sharers), pair_begin)
-                stop = min(share_begin(program + 1, total, sharers), pair_end)
-                begin, end = (first - pair_begin) * block_n, min((stop - pair_begin) * block_n, seq_len)
-                slot = None if len(programs) == 1 else 2 * program + (first == pair_begin)
-                parts.append(Part(program, sequence, head, begin, end, slot))
-            pair_begin = pair_end
+    begin_tiles = int(lengths_differ(tiles))
+    counts = [count + begin_tiles for count in tiles for _ in range(num_kv_heads)]
+    total, pair_ends = sum(counts), list(accumulate(counts))
+    sharers = num_sharers(counts[::num_kv_heads], num_kv_heads, num_programs, -(-min_tokens // block_n))
+    borders = [share_begin(program, total, sharers) for program in range(sharers + 1)]
+    parts = []
+    for pair, (pair_end, count) in enumerate(zip(pair_ends, counts, strict=True)):
+        sequence, head = divmod(pair, num_kv_heads)
+        pair_begin = pair_end - count
+        programs = range(bisect_right(borders, pair_begin) - 1, bisect_left(borders, pair_end))
+        for program in programs:
+            first, stop = max(borders[program], pair_begin), min(borders[program + 1], pair_end)
+            begin, end = (max(at - pair_begin - begin_tiles, 0) * block_n for at in (first, stop))
+            slot = None if len(programs) == 1 else 2 * program + (first == pair_begin)
+            parts.append(Part(program, sequence, head, begin, min(end, seq_lens[sequence]), slot))
     return parts
