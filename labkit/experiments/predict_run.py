@@ -29,9 +29,10 @@ class FittedStep:
         return self.per_step + self.per_token * plan.num_scheduled_tokens + self.per_context * context
 
     def __str__(self) -> str:
+        ns = 1e9 * self.per_context
+        context = "too little to see for" if ns == 0 else f"{ns:.1f} ns" if ns < 1000 else f"{ns / 1000:.1f} µs"
         return (
-            f"{1e3 * self.per_step:.2f} ms a step + {1e3 * self.per_token:.3f} ms a token "
-            f"+ {1e6 * self.per_context:.2f} µs a context token"
+            f"{1e3 * self.per_step:.2f} ms a step + {1e3 * self.per_token:.3f} ms a token + {context} a context token"
         )
 
 
@@ -62,14 +63,39 @@ def predicted_trace(
 ) -> Trace:
     """The run that ``llm.generate(prompts, params)`` would be, all requests there at once, on a simulated clock.
 
-    Scheduler limits and pool are those of ``llm``; lengths must be forced (``ignore_eos``).
+    Scheduler limits, pool and how far it schedules ahead are those of ``llm``; lengths must be forced (``ignore_eos``).
     """
     memory, config = llm.memory, llm.engine.scheduler.config
     kv = KVCacheManager(memory.num_blocks, memory.block_size)
     trace = Trace(memory.num_blocks, memory.block_size)
     requests = [Request(str(i), prompt, one) for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))]
-    simulate(requests, Scheduler(config, kv), SimulatedExecutor(cost), trace=trace)
+    simulate(requests, Scheduler(config, kv), SimulatedExecutor(cost, depth=llm.engine.executor.depth), trace=trace)
     return trace
+
+
+def step_ms(trace: Trace) -> np.ndarray:
+    """Milliseconds of each step: from the end of the one before, of the first from its start, to its own end."""
+    return 1e3 * np.diff([trace.steps[0].start, *(step.end for step in trace)])
+
+
+def residual(predicted: Trace, measured: Trace, depth: int) -> pd.DataFrame:
+    """Predicted and measured milliseconds by kind of step, over the steps that both traces have.
+
+    With ``depth`` 2 prompts are launched while the step before them runs, so that step counts with theirs.
+    """
+    both = list(measured)[: len(predicted)]
+    prompts = np.array([max(step.num_scheduled_tokens, default=0) > 1 for step in both])
+    near = prompts | np.append(prompts[1:], False) if depth > 1 else prompts
+    first = np.arange(len(near)) == 0
+    later = "later ones with prompts" + (", each with the one before" if depth > 1 else "")
+    tokens = np.array([sum(step.num_scheduled_tokens) for step in both])
+    times = {"predicted, ms": step_ms(predicted)[: len(both)], "measured, ms": step_ms(measured)[: len(both)]}
+    kinds = {"the first": first, later: near & ~first, "only decodes": ~near & ~first}
+    return pd.DataFrame(
+        {"steps": kind, "number": chosen.sum(), "tokens": tokens[chosen].sum()}
+        | {name: ms[chosen].sum() for name, ms in times.items()}
+        for kind, chosen in kinds.items()
+    )
 
 
 def occupancy(trace: Trace, name: str) -> pd.DataFrame:

@@ -32,11 +32,18 @@ def provenance(device: torch.device | str | None = None) -> dict[str, Any]:
         except PackageNotFoundError:
             record[package] = None
     record["commit"] = os.environ.get("LABKIT_COMMIT") or _commit()
-    # An absolute path would tell of the machine, not of the measurement.
-    arguments = [Path(argument).name if os.path.isabs(argument) else argument for argument in sys.argv[1:]]
-    record["command"] = " ".join([_program(), *arguments])
+    record["command"] = _command()
     record["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     return record
+
+
+def _command() -> str:
+    """What was typed; in a notebook the arguments are Jupyter's, and none of ours."""
+    if (ipython := sys.modules.get("IPython")) and ipython.get_ipython() is not None:
+        return "in a notebook"
+    # An absolute path would tell of the machine, not of the measurement.
+    arguments = [Path(argument).name if os.path.isabs(argument) else argument for argument in sys.argv[1:]]
+    return " ".join([_program(), *arguments])
 
 
 def _program() -> str:

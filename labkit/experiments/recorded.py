@@ -29,7 +29,7 @@ def provenance_line(file: str) -> str:
 
 
 def recorded(file: str, columns: dict[str, str] | None = None, **match: Any) -> pd.DataFrame:
-    """Rows of a result file whose fields equal ``match``; ``columns`` chooses and renames them.
+    """Rows of a result file whose fields equal ``match``; ``columns`` chooses and renames them, for reading.
 
     ``attrs["caption"]`` of the table says that it is recorded, and where. Empty if nobody has measured it yet.
     """
@@ -37,6 +37,7 @@ def recorded(file: str, columns: dict[str, str] | None = None, **match: Any) -> 
     table = pd.DataFrame(rows)
     if columns is not None:
         table = table.reindex(columns=list(columns)).rename(columns=columns)
+        table = table.map(lambda value: ", ".join(map(str, value)) if isinstance(value, list) else value)
     table.attrs["caption"] = provenance_line(file) if rows else f"not measured yet: data/results/{file}"
     return table
 

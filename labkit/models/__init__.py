@@ -6,6 +6,7 @@ for measuring speed; :class:`RandomWeights` names one that is yet to be made), :
 fast, and :func:`convert_kv_heads`, another number of KV heads.
 """
 
+from . import quiet  # noqa: F401  first, since it is how transformers is imported
 from .embedded import fetch
 from .fp8_weights import quantise_weights
 from .fused import FusedAttentionInfo, FusionReport, fuse_decoder_layers

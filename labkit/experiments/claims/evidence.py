@@ -27,7 +27,8 @@ class Evidence:
     where: str
 
     def __str__(self) -> str:
-        return f"{self.quantity} ({self.setting}): {self.value:,.4g} {self.unit} [{self.where}]"
+        value = f"{self.value:,.0f}" if abs(self.value) >= 1e4 else f"{self.value:,.4g}"
+        return f"{self.quantity} ({self.setting}): {' '.join([value, self.unit]).strip()} [{self.where}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ _BY_BLOCK_SIZE = Lookup(
     "h200/kernels.json",
     {"op": "decode", "system": "labkit", "batch": "32x2048"},
     "percent_of_ceiling",
-    "decode",
+    "decode, heads Q/KV/size and block size",
     "% of the read ceiling",
     ("heads", "block_size"),
 )
@@ -198,7 +199,11 @@ def _matching(claim_id: str, lookup: Lookup, document: Row) -> list[Evidence]:
     found = []
     for row in document.get("rows", []):
         if all(row.get(key) == value for key, value in lookup.match.items()) and row.get(lookup.column) is not None:
-            setting = ", ".join(f"{row[key]}" for key in lookup.setting if row.get(key) is not None)
+            setting = ", ".join(_short(row[key]) for key in lookup.setting if row.get(key) is not None)
             quantity, unit = row.get("quantity", lookup.quantity), row.get("unit", lookup.unit)
             found.append(Evidence(claim_id, quantity, setting, float(row[lookup.column]), unit, where))
     return found
+
+
+def _short(setting: Any) -> str:
+    return "/".join(map(str, setting)) if isinstance(setting, list) else str(setting)
