@@ -470,7 +470,7 @@ ARTICLE_A = (
         "After quantisation the batch can double and throughput still rises.",
         "correct",
         "Slots in the pool nearly double: on 80 GiB the 13B has {half:,.0f} in 16 bit and {full:,.0f} in INT8. "
-        "Tokens/s rise, but by less than the batch: {conv:.2f} and {full_length:.2f} times in the combined experiment, "
+        "Tokens/s rise, but by less than the batch: {conv:.2f} and {full_length:.2f} times in 40 GiB of an H200, "
         "{run:.2f} times in whole runs of the 7B; with INT4 {int4:.2f} times.",
         "largest batch and tokens/s at equal bytes of pool",
         "measured",
