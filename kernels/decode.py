@@ -11,11 +11,12 @@ The kernel is built in five runnable steps in steps.py; this is the last one. Th
    ones share a program; no host needs to know any length, and the launch is the same for every batch (CUDA graphs).
 
       sequence, head   |   seq 0, head 0   |   seq 0, head 1   | 1,0 | 1,1 |      seq 2, head 0      | ...
-      tiles            |▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪|▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪|▪ ▪ ▪|▪ ▪ ▪|▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪| ...
+      tiles            |▫ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪|▫ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪|▫ ▪ ▪|▫ ▪ ▪|▫ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪ ▪| ...
       programs         |── 0 ──────|── 1 ──────|── 2 ──────|── 3 ──────|── 4 ──────|── 5 ──────|── 6 ─...
 
-   To begin a pair takes a program about as long as to read a tile. Where lengths differ, each pair therefore has one
-   more tile in the line than it has keys for, its first: a program of many short pairs gets fewer keys.
+   To begin a pair takes a program about as long as to read a tile (of 64 keys, 16 bit, on an H200). Where lengths
+   differ, each pair therefore has one more tile in the line than it has keys for, its first (▫): a program of many
+   short pairs gets fewer keys.
 
 3. The last one combines. A pair that lies within one program is finished there. Otherwise each of its programs leaves
    (acc, m, l) in the workspace and counts itself; the one that finds itself the last reads all parts and writes the
@@ -170,8 +171,11 @@ def decode_kernel(
     all_query_lens = tl.load(query_start_loc + index + 1, mask=live, other=0) - all_starts
     _, all_tiles = decode_tiles(all_lens, all_query_lens, window, GROUP, BLOCK_M, BLOCK_N, WINDOWED)
     num_live = tl.sum((all_tiles > 0).to(tl.int32), 0)
-    lengths_differ = tl.max(all_tiles, 0) * num_live * 16 > tl.sum(all_tiles, 0) * 17
-    all_tiles += ((all_tiles > 0) & lengths_differ).to(tl.int32)  # one more tile to begin with
+    # Lengths differ where the longest is more than 1/16 above the mean, rows of padding left out. Then each pair begins
+    # with a tile more.
+    with_keys = tl.where(all_lens > 0, all_tiles, 0)
+    mean_17 = tl.sum(with_keys, 0) * 17 // tl.maximum(tl.sum((with_keys > 0).to(tl.int32), 0), 1)
+    all_tiles += ((all_tiles > 0) & (tl.max(with_keys, 0) * 16 > mean_17)).to(tl.int32)
     line_end = tl.cumsum(all_tiles, 0) * NUM_KV_HEADS
     total = tl.sum(all_tiles, 0) * NUM_KV_HEADS
 

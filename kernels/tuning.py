@@ -13,7 +13,7 @@ class DecodeTile:
     """block_m: query rows of a tile. block_n: keys of a tile.
 
     programs_per_sm: programs that run side by side on a multiprocessor (see decode_programs).
-    min_tokens: no share is smaller than this many keys, so that short work is not cut into crumbs.
+    min_tokens: no share is smaller than the tiles of this many keys, so that short work is not cut into crumbs.
     max_registers: cap on registers a thread, so that more programs share a multiprocessor; None lets ptxas choose.
     """
 
@@ -87,11 +87,10 @@ DECODE = {
         (ANY, 256, ANY, DecodeTile(16, 64, 4, 3, 2, 256)),
     ],
 }
-DECODE[100] = [  # compiled, never measured
-    (ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)),
-    *DECODE[90][1:7],
-    (ANY, 128, 0.5, DecodeTile(32, 128, 4, 5, 1, 128, 224)),  # uncapped it spills
-    *DECODE[90][8:],
+DECODE[100] = [(ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)), *DECODE[90][1:]]  # compiled, never measured
+DECODE[100] = [  # its largest tile spills without a cap
+    (group, dim, pairs, replace(tile, max_registers=224) if (tile.block_m, tile.block_n) == (32, 128) else tile)
+    for group, dim, pairs, tile in DECODE[100]
 ]
 
 # Quantised KV. Rows (K in int4, query heads a KV head <=, head size <=, tile). block_m 8: keys are the wide side of the

@@ -42,9 +42,9 @@ before it has (INT4 takes the place of INT8). `labkit experiment combined` runs 
 - **At once**: requests in memory, averaged over the window; of static batches, how large they begin. *Predicted* is
   `plan_capacity`'s pool divided by what a request holds on average while it runs
   (`labkit.experiments.combined_capacity`), and for tokens/s the simulator over as long a window, calibrated on earlier
-  results. Both were written down before anything here ran; for a longer window the simulator ran again, and nothing in
-  it had changed. Where nothing was measured they are all there is, of 4 s. The article's claims are for Llama-2-13B on
-  an A100-40GB.
+  results. Both were written down before anything here ran; for a longer window the simulator ran again, with the same
+  constants and cost model. Where nothing was measured they are all there is, of 4 s. The article's claims are for
+  Llama-2-13B on an A100-40GB.
 - **Live** is the share of the slots held by requests that hold a computed token.
 """
 
@@ -121,7 +121,7 @@ def _effect_lines(table: pd.DataFrame) -> list[str]:
         "## Which effects multiply",
         "",
         "By how much each effect multiplies, given what is there already. An effect that multiplies with the others",
-        "has the same factor whatever it joins. For requests at once that is so within a seventh (a",
+        "has the same factor whatever it joins. For requests at once that is so within 14 % (a",
         "baseline of three requests is coarse). For tokens/s it is not: the more requests share a step, the less it is",
         "memory that limits them.",
         "",

@@ -79,7 +79,7 @@ def step_ms(trace: Trace) -> np.ndarray:
 
 
 def residual(predicted: Trace, measured: Trace, depth: int) -> pd.DataFrame:
-    """Predicted and measured milliseconds by kind of step, over the steps that both traces have.
+    """Predicted and measured milliseconds by kind of step, over the steps that both traces have; kinds as measured.
 
     With ``depth`` 2 prompts are launched while the step before them runs, so that step counts with theirs.
     """

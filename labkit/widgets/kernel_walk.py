@@ -41,7 +41,7 @@ class KernelWalk(widgets.VBox):
     ) -> None:
         """``block_table`` [num_seqs, max_blocks] and ``seq_lens`` [num_seqs]: lists or tensors of whole numbers.
 
-        ``block_n`` keys are a tile, the least that is handed out; no program gets fewer than ``min_tokens`` keys.
+        ``block_n`` keys are a tile, the least that is handed out; no share is below the tiles of ``min_tokens`` keys.
         Raises ValueError for numbers that are not positive.
         """
         self._table = [[int(block) for block in row] for row in block_table]
@@ -49,7 +49,8 @@ class KernelWalk(widgets.VBox):
         self._heads, self._block_size, self._tile = num_kv_heads, block_size, (block_n, min_tokens)
         self.parts = self._divided(num_programs)
         wide: dict[str, Any] = dict(style={"description_width": "110px"}, layout=widgets.Layout(width="460px"))
-        most = max(sum(self._lengths) * num_kv_heads // min_tokens, num_programs)
+        everyone = sum(-(-length // block_n) + 1 for length in self._lengths) * num_kv_heads  # a tile each
+        most = max(1 + max(part.program for part in self._divided(everyone)), num_programs)
         self.num_programs: Any = widgets.IntSlider(num_programs, 1, most, description="programs", **wide)
         self.program: Any = widgets.Dropdown(description="show", **wide)
         self.picture = widgets.HTML()

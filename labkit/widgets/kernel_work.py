@@ -59,7 +59,7 @@ def work_list(
 ) -> list[Part]:
     """Every part of a decode step with one new token a sequence, in the order of the line.
 
-    ``block_n`` keys are a tile, and no share is smaller than ``min_tokens`` keys (:class:`DecodeTile` of
+    ``block_n`` keys are a tile, and no share is smaller than the tiles of ``min_tokens`` keys (:class:`DecodeTile` of
     :mod:`labkit.kernels.tuning`). Raises ValueError unless there is a sequence and all numbers are positive.
     """
     for name, value in (("num_kv_heads", num_kv_heads), ("num_programs", num_programs), ("block_n", block_n)):
