@@ -24,6 +24,7 @@ from .provenance import provenance
 from .result_file import Row, read_results, write_results
 
 LESSONS = Path(__file__).parents[2] / "notebooks"
+_LONGEST = 4000  # characters of what a cell shows that are kept
 
 
 def lessons(only: Sequence[str] = (), folder: Path = LESSONS) -> list[Path]:
@@ -44,6 +45,8 @@ def lessons(only: Sequence[str] = (), folder: Path = LESSONS) -> list[Path]:
 
 async def run_lesson(path: Path, time_limit: float, executed: Path | None = None) -> Row:
     """Run one notebook in a kernel of its own; what goes wrong is in the row: the cell's number and the error.
+
+    What its cells show as text is in the row, too.
 
     Args:
         path: the notebook; its cells run in its folder.
@@ -87,10 +90,27 @@ async def run_lesson(path: Path, time_limit: float, executed: Path | None = None
     elif seconds:
         slowest = max(seconds, key=lambda index: seconds[index])
         row["slowest_cell"] = {"cell": slowest, "seconds": round(seconds[slowest], 2)}
+    row["shown"] = shown(notebook)
     if executed is not None:
         executed.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, executed / path.name)
     return row
+
+
+def shown(notebook: nbformat.NotebookNode) -> dict[str, str]:
+    """What cells print and the values they show, as text, by number of the cell: no figures, no widgets, no home."""
+    texts: dict[str, str] = {}
+    for number, cell in enumerate(notebook.cells):
+        parts = []
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if output.output_type == "stream" and output.name == "stdout":
+                parts.append(output.text.strip())
+            elif "text/plain" in data and set(data) <= {"text/plain", "text/html", "text/markdown"}:
+                parts.append("" if data["text/plain"].startswith("<") else data["text/plain"])  # no name of an object
+        if text := "\n".join(filter(None, parts)).replace(str(Path.home()), "~"):
+            texts[str(number)] = text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
+    return texts
 
 
 async def run_lessons(

@@ -33,7 +33,7 @@ def write(path: Path, *cells: str) -> Path:
 def test_a_failing_lesson_is_recorded_and_the_others_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = write(tmp_path / "01_wrong.ipynb", "1", "raise ValueError('no such block')", "2")
     dies = write(tmp_path / "02_dies.ipynb", "import os; os._exit(9)")
-    right = write(tmp_path / "03_right.ipynb", "open('here.txt', 'w').close()", "40 + 2")
+    right = write(tmp_path / "03_right.ipynb", "open('here.txt', 'w').close()", "print('~' * 5000)\n40 + 2")
     out = tmp_path / "out" / "notebooks.json"
     out.parent.mkdir()
     out.write_text(json.dumps({"rows": [{"lesson": "00_before", "seconds": 1.0, "error": None}]}))
@@ -43,10 +43,12 @@ def test_a_failing_lesson_is_recorded_and_the_others_run(tmp_path: Path, capsys:
     assert (first["cell"], first["error"]) == (2, "ValueError: no such block")
     assert (second["cell"], second["error"]) == (1, "DeadKernelError: Kernel died")
     assert third["error"] is None and third["slowest_cell"]["cell"] in (1, 2) and 0 < third["seconds"] < 120
+    assert first["shown"] == {"1": "1"}
+    assert third["shown"] == {"2": "~" * 4000 + " ..."}, "what is shown is kept, as far as a reader would read"
     assert sorted(row["lesson"] for row in failed) == ["01_wrong", "02_dies"]
     assert (tmp_path / "here.txt").exists(), "cells run in the notebook's folder"
     copy = nbformat.read(tmp_path / "executed" / "03_right.ipynb", as_version=4)
-    assert copy.cells[2].outputs[0].data["text/plain"] == "42"
+    assert copy.cells[2].outputs[1].data["text/plain"] == "42"
     assert "no such block" in capsys.readouterr().out, "the whole traceback is in the log"
 
 
