@@ -87,10 +87,12 @@ DECODE = {
         (ANY, 256, ANY, DecodeTile(16, 64, 4, 3, 2, 256)),
     ],
 }
-DECODE[100] = [(ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)), *DECODE[90][1:]]  # compiled, never measured
-DECODE[100] = [  # its largest tile spills without a cap
-    (group, dim, pairs, replace(tile, max_registers=224) if (tile.block_m, tile.block_n) == (32, 128) else tile)
-    for group, dim, pairs, tile in DECODE[100]
+DECODE[100] = [  # compiled, never measured; the largest tile spills without a cap
+    (ANY, 64, ANY, DecodeTile(16, 64, 2, 3, 6, 256)),
+    *(
+        (group, dim, pairs, replace(tile, max_registers=224) if tile.block_m * tile.block_n > 2048 else tile)
+        for group, dim, pairs, tile in DECODE[90][1:]
+    ),
 ]
 
 # Quantised KV. Rows (K in int4, query heads a KV head <=, head size <=, tile). block_m 8: keys are the wide side of the

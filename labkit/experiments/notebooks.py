@@ -106,8 +106,8 @@ def shown(notebook: nbformat.NotebookNode) -> dict[str, str]:
             data = output.get("data", {})
             if output.output_type == "stream" and output.name == "stdout":
                 parts.append(output.text.strip())
-            elif "text/plain" in data and set(data) <= {"text/plain", "text/html", "text/markdown"}:
-                parts.append("" if data["text/plain"].startswith("<") else data["text/plain"])  # no name of an object
+            elif set(data) <= {"text/plain", "text/html", "text/markdown"}:
+                parts += [text for text in [data.get("text/plain", "")] if not text.startswith("<")]  # no object's name
         if text := "\n".join(filter(None, parts)).replace(str(Path.home()), "~"):
             texts[str(number)] = text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
     return texts

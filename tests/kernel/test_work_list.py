@@ -19,22 +19,25 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_N = 16
 
 
-@triton.jit(do_not_specialize=["seq_len", "program", "total", "sharers"])
-def share_kernel(out, seq_len, program, total, sharers, BLOCK_N: tl.constexpr):
+@triton.jit(do_not_specialize=["seq_len", "tile", "program", "total", "sharers"])
+def share_kernel(out, seq_len, tile, program, total, sharers, BLOCK_N: tl.constexpr):
     _, tiles = decode.decode_tiles(seq_len + tl.zeros([1], tl.int32), 1, 0, 4, 16, BLOCK_N, False)  # type: ignore
     tl.store(out, tl.sum(tiles, 0))
     tl.store(out + 1, decode.share_begin(program, total, sharers))
+    tl.store(out + 2, decode.owner(tile, total, sharers))
 
 
 @pytest.mark.parametrize("total, sharers", [(1, 1), (7, 3), (64, 64), (1000, 132), (123_457, 528)])
 def test_shares_are_the_kernels(total: int, sharers: int):
-    out = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    borders = [kernel_work.share_begin(program, total, sharers) for program in range(sharers)]
     for i in range(5):
-        program, seq_len = i * (sharers - 1) // 4, 1 + 13 * i
-        share_kernel[(1,)](out, seq_len, program, total, sharers, BLOCK_N=BLOCK_N)
+        tile, program, seq_len = i * (total - 1) // 4, i * (sharers - 1) // 4, 1 + 13 * i
+        share_kernel[(1,)](out, seq_len, tile, program, total, sharers, BLOCK_N=BLOCK_N)
         assert out.tolist() == [
             kernel_work.decode_tiles(seq_len, BLOCK_N),
-            kernel_work.share_begin(program, total, sharers),
+            borders[program],
+            max(owner for owner, border in enumerate(borders) if border <= tile),
         ]
 
 

@@ -56,15 +56,17 @@ def test_another_layout_is_refused_by_the_name_of_the_file(tmp_path: Path, text:
         read_results(path, "rows")
 
 
-def test_the_command_of_a_notebook_is_not_that_of_its_kernel(monkeypatch):
-    arguments = ["/env/ipykernel_launcher.py", "-f", "/tmp/kernel.json", "--HistoryManager.hist_file=:memory:"]
+def test_the_command_of_a_notebook_is_not_that_of_its_kernel(tmp_path: Path, monkeypatch):
+    arguments = ["ipykernel_launcher.py", "-f", str(tmp_path / "kernel.json"), "--HistoryManager.hist_file=:memory:"]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
     assert provenance("cpu")["command"] == kernel_results.command() == "in a notebook"
 
 
-def test_a_command_is_what_was_typed_without_the_machine_s_folders(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/env/bench.py", "--only", "steps", "--json", "/home/me/out.json"])
+def test_a_command_is_what_was_typed_without_the_machine_s_folders(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", [str(tmp_path / "bench.py"), "--only", "steps", "--json", str(tmp_path / "out.json")]
+    )
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
     assert kernel_results.command() == "python -m labkit.kernels.bench --only steps --json out.json"
