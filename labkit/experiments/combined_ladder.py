@@ -227,7 +227,7 @@ def _save(out: Path | None, rows: list[Row], sources: dict[str, Any]) -> None:
 
 
 def _in_words(row: Row) -> str:
-    what = f"{row['model']}, {row['memory_limit_gib']:g} GiB, {row['lengths']}, {row['rung']}: "
+    what = f"{row['model']}, {row['memory_limit_gib']:.3g} GiB, {row['lengths']}, {row['rung']}: "
     if why := row["not_measured"]:
         return f"{what}not measured: {why}"
     reached = f"{row['max_concurrency']:.0f} at once ({row['predicted_concurrency']} predicted)"
