@@ -107,7 +107,8 @@ def shown(notebook: nbformat.NotebookNode) -> dict[str, str]:
             if output.output_type == "stream" and output.name == "stdout":
                 parts.append(output.text.strip())
             elif set(data) <= {"text/plain", "text/html", "text/markdown"}:
-                parts += [text for text in [data.get("text/plain", "")] if not text.startswith("<")]  # no object's name
+                plain = data.get("text/plain", "")
+                parts.append("" if plain.startswith("<") else plain)  # no object's name
         if text := "\n".join(filter(None, parts)).replace(str(Path.home()), "~"):
             texts[str(number)] = text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
     return texts
