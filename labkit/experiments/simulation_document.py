@@ -65,6 +65,17 @@ def _cost_model() -> list[str]:
         f"request, {1e6 * device.host_seconds_per_output:.1f} µs more where each token is handed out as it comes,",
         f"  {1e6 * device.host_seconds_per_layer:.0f} µs a layer to launch prompt tokens",
         "",
+        *wrap(
+            "Attention over a quantised cache takes longer a byte and a FLOP, because codes become numbers first: by how much "
+            "is the geometric mean over the batches of data/results/h200/quant.json, against the same batch in "
+            "16 bit in the same run."
+        ),
+        "",
+        *(
+            f"- {name}: {slowdown.read:.2f} times a byte of K and V, {slowdown.compute:.2f} times a FLOP of prompts"
+            for name, slowdown in device.slowdowns.items()
+        ),
+        "",
     ]
 
 

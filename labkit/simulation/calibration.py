@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil, hypot
 from typing import Any
 
@@ -16,6 +16,7 @@ from labkit.paths import data_path
 
 from .cost_model import HostCost, RooflineCost, StepWork
 from .executor import SimulatedExecutor
+from .quantised_attention import Slowdown, measured_slowdowns, slowdown_of
 
 Row = Mapping[str, Any]
 """A recorded result."""
@@ -38,6 +39,7 @@ class DeviceCalibration:
         host_seconds_per_output: host time to hand a request's newest token out, as ``LLM.step`` does each step and
             ``LLM.generate`` does not.
         host_seconds_per_layer: host time to launch a layer's kernels one by one, in a step with prompt tokens.
+        slowdowns: of attention over a quantised KV cache, by dtype name.
     """
 
     bytes_per_second: float
@@ -47,10 +49,12 @@ class DeviceCalibration:
     host_seconds_per_request: float
     host_seconds_per_output: float
     host_seconds_per_layer: float
+    slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)
 
     def step_cost(self, model: ModelShape, spec: KVCacheSpec | None = None) -> RooflineCost:
         """Device seconds of a step of ``model`` in 16 bit, with the KV cache of ``spec`` (16 bit if None)."""
-        return _roofline(model, self.bytes_per_second, self.flops_per_second, self.seconds_per_layer, spec)
+        cost = _roofline(model, self.bytes_per_second, self.flops_per_second, self.seconds_per_layer, spec)
+        return replace(cost, slowdown=slowdown_of(spec, self.slowdowns))
 
     def host_cost(self, model: ModelShape, *, streaming: bool = False) -> HostCost:
         """Host seconds of a step of ``model``; ``streaming`` hands each token out as it comes."""
@@ -67,8 +71,9 @@ class DeviceCalibration:
 
 
 def recorded_rows() -> list[Row]:
-    """H200 results for :func:`calibrate`, of the run in which the trace that ships was recorded."""
-    return json.loads(data_path("results/h200/calibration.json").read_text(encoding="utf-8"))["rows"]
+    """H200 results for :func:`calibrate`: of the run in which the trace that ships was recorded, and of kernels."""
+    files = (data_path(f"results/h200/{name}.json") for name in ("calibration", "quant"))
+    return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
 
 
 def calibrate(rows: Iterable[Row], device: str | GPU = "h200") -> DeviceCalibration:
@@ -79,6 +84,7 @@ def calibrate(rows: Iterable[Row], device: str | GPU = "h200") -> DeviceCalibrat
     op "prefix sharing"     without caching: the median time to first token, which is steps full of prompt tokens
     served all at once      the 99th percentile of the time to first token, of the model where it is shortest: there
                             the host, which launches kernels one by one, is what the prompts wait for
+    op "decode", "prefill"  attention over quantised pages beside the same in 16 bit (may be missing)
     ======================  ============================================================================================
 
     Step time is linear in the constants once it is known what share of it memory and arithmetic have: so begin with
@@ -103,12 +109,13 @@ def calibrate(rows: Iterable[Row], device: str | GPU = "h200") -> DeviceCalibrat
         host_seconds_per_request=host_per_request,
         host_seconds_per_output=float(outputs[0]),
         host_seconds_per_layer=min(map(_launch_seconds_per_layer, served_at_once(rows))),
+        slowdowns=measured_slowdowns(rows),
     )
 
 
 def served_at_once(rows: Iterable[Row]) -> list[Row]:
     """The rows of labkit serving requests that were all there at the start; ValueError if there are none."""
-    served = [row for row in rows if row.get("system") == "labkit" and row["workload"].endswith("at once")]
+    served = [row for row in rows if row.get("system") == "labkit" and row.get("workload", "").endswith("at once")]
     if not served:
         raise ValueError('rows must hold at least one of labkit serving requests "at once", got none')
     return served

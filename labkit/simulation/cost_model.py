@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from labkit.scheduling import StepPlan
 
+from .quantised_attention import AS_IN_16_BIT, Slowdown
+
 
 class StepWork(NamedTuple):
     """What a step has to do, counted.
@@ -45,6 +47,8 @@ class RooflineCost:
                 + K and V of the context / bandwidth  ⊕  FLOP of the pairs / rate       attention
                 + a fixed time for each step, and one for each request
 
+    Over a quantised cache, bytes and FLOP of attention take longer each: times its slowdown.
+
     Where one bound is far above the other, that is what it takes; where they meet, they overlap only in part. So ⊕ is
     the square root of the sum of squares: between max (they overlap fully) and + (not at all).
 
@@ -61,6 +65,7 @@ class RooflineCost:
         seconds_per_request: sampling and other work for each request in the step.
         seconds_per_swapped_block: copying one block to host memory or back, beside the step.
         num_head_parameters: those of the output projection, which only sampled positions are multiplied with.
+        slowdown: of attention, where the KV cache is quantised.
     """
 
     weight_bytes: int
@@ -73,6 +78,7 @@ class RooflineCost:
     seconds_per_request: float = 0.0
     seconds_per_swapped_block: float = 0.0
     num_head_parameters: int = 0
+    slowdown: Slowdown = AS_IN_16_BIT
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_second", "flops_per_second"):
@@ -89,7 +95,8 @@ class RooflineCost:
         matrix_flops, attention_flops = self.flops(work)
         matrices = hypot(self.weight_bytes / self.bytes_per_second, matrix_flops / self.flops_per_second)
         kv_bytes = work.num_context * self.kv_bytes_per_token
-        attention = hypot(kv_bytes / self.bytes_per_second, attention_flops / self.flops_per_second)
+        reading = self.slowdown.read * kv_bytes / self.bytes_per_second
+        attention = hypot(reading, self.slowdown.compute * attention_flops / self.flops_per_second)
         return matrices + attention + self.seconds_per_step + self.seconds_per_request * work.num_requests
 
     def flops(self, work: StepWork) -> tuple[int, int]:

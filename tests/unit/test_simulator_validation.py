@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from labkit.experiments.simulator_validation import validate
 from labkit.kv_math import model_shape
 from labkit.paths import data_path
 from labkit.scheduling import Request, SamplingParams, ScheduledRequest, StepPlan
-from labkit.simulation import DeviceCalibration, calibrate, recorded_rows
+from labkit.simulation import DeviceCalibration, StepWork, calibrate, recorded_rows
 
 FIGURES = ("predicted", "measured", "error")
 
@@ -72,6 +73,32 @@ def test_h200_constants_are_what_the_machine_can_reach() -> None:
     found = calibrate(recorded_rows())
     assert 3.5e12 < found.bytes_per_second < 4.8e12  # data sheet 4.8e12; one large read reached 4.6e12
     assert 4e14 < found.flops_per_second < 9.9e14
+
+
+def test_attention_over_codes_is_slower_by_what_kernels_measured() -> None:
+    decode = {"op": "decode", "heads": [32, 8, 128], "batch": "64x4096"}
+    prefill = {"op": "prefill", "heads": [32, 8, 128], "batch": "1x8192"}
+    kernels = [
+        decode | {"kv_format": "bf16", "percent_of_ceiling": 90.0},
+        decode | {"kv_format": "int4", "percent_of_ceiling": 45.0},
+        prefill | {"kv_format": "int4", "ratio_to_bf16": 3.0},
+    ]
+    found = calibrate(recorded_by(DEVICE) + kernels)
+    shape = model_shape("llama-2-7b")
+    costs = {name: found.step_cost(shape, shape.kv_spec(name, block_size=32)) for name in ("bfloat16", "int8", "int4")}
+    assert {name: tuple(cost.slowdown) for name, cost in costs.items()} == {
+        "bfloat16": (1, 1),
+        "int8": (1, 1),  # not measured
+        "int4": (pytest.approx(2), pytest.approx(3)),
+    }
+    mixed = shape.kv_spec("int4", block_size=32).with_formats("bfloat16", layers=range(16))
+    assert found.step_cost(shape, mixed).slowdown == pytest.approx((1.5, 2))
+    # A step of nothing but context: twice the time of its bytes.
+    bytes_alone = replace(costs["int4"], weight_bytes=0, seconds_per_step=0, attention_flops_per_pair=0)
+    work = StepWork(0, 0, num_context=1000, num_pairs=0, num_samples=0)
+    assert bytes_alone.seconds(work) == pytest.approx(
+        2 * 1000 * bytes_alone.kv_bytes_per_token / found.bytes_per_second
+    )
 
 
 def test_missing_rows_are_named() -> None:
