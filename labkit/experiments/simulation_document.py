@@ -66,8 +66,8 @@ def _cost_model() -> list[str]:
         f"  {1e6 * device.host_seconds_per_layer:.0f} µs a layer to launch prompt tokens",
         "",
         *wrap(
-            "Attention over a quantised cache takes longer a byte and a FLOP, because codes become numbers first: by how much "
-            "is the geometric mean over the batches of data/results/h200/quant.json, against the same batch in "
+            "Attention over a quantised cache takes longer a byte and a FLOP, as codes become numbers first: by how "
+            "much is the geometric mean over the batches of data/results/h200/quant.json, against the same batch in "
             "16 bit in the same run."
         ),
         "",
