@@ -91,8 +91,9 @@ def _in_words(new: torch.Tensor, pages: QuantisedPages) -> bool:
     scales, zero_points = pages.scales, pages.zero_points
     if scales is None or zero_points is None or not new.element_size() == scales.element_size() == 2:
         return False
-    offsets = (new.storage_offset(), *new.stride()[:2], new.shape[2] // 2, *pages.codes.stride()[:3])
-    return zero_points.dtype == scales.dtype and not any(offset % 2 for offset in offsets)
+    offsets = [tensor.storage_offset() for tensor in (new, pages.codes)]
+    strides = (*new.stride()[:2], new.shape[2] // 2, *pages.codes.stride()[:3])
+    return zero_points.dtype == scales.dtype and not any(size % 2 for size in (*offsets, *strides))
 
 
 # Steps of a division that a compiler could otherwise fuse or reorder. ptxas expands div.rn.f32 into the same ones, a

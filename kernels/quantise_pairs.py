@@ -10,10 +10,10 @@ word for as long as they can, and each step is the cheapest that is still exact:
     rounding     times 2^-149, the unit of the smallest float32s: what is left is an integer, and so are its bits.
     clamp, pack  `cvt.pack.sat.u4`: two integers to two nibbles, saturated, below those of an earlier one.
 
-Why the quotient rounds to the same integer as that of a division: it is off by less than 2^-44 of itself, and x / scale,
-if it is not k + 1/2, is at least half a unit of float32 and another 2^-35 of itself away from it. (A scale has 11 bits
-and k + 1/2 has 5, so k + 1/2 scales are a float32; x is another one, a unit of x away.) So no rounding to float32
-crosses a half or lands on one, and a half itself is found exactly. test_write_quantised.py tries all scales.
+Why the quotient rounds to the same integer as that of a division: it is off by less than 2^-44 of itself. x / scale is
+k + 1/2, or else at least half a unit of float32 and another 2^-35 of itself away from it. (A scale has 11 bits and
+k + 1/2 has 5, so k + 1/2 scales are a float32; x is another one, a unit of x away.) So no rounding to float32 crosses
+a half or lands on one, and a half itself is found exactly. tests/kernel/test_quantise_pairs.py tries all scales.
 
 PTX: https://docs.nvidia.com/cuda/parallel-thread-execution (min, rcp, cvt.pack)
 """

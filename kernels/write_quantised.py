@@ -37,8 +37,8 @@ LEAST_CHANNELS = 16  # of 16 bits, side by side: what memory is read by
 def row_channels(part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
     """(group, offset in a row, whether the group and the channel exist) of a tile [1, groups, width] of half a row.
 
-    VECTOR: as many channels side by side are loaded and stored by a thread at most (0: what suits the memory best). All
-    tokens of a block share a channel's extremes; few channels a thread leave all its tokens to the same thread.
+    VECTOR: as many elements of it side by side are loaded and stored by a thread at most (0: what suits the memory
+    best). All tokens of a block share a channel's extremes; few channels a thread leave it more of the tokens.
     """
     groups: tl.constexpr = FORMAT.groups // FORMAT.parts
     g = tl.arange(0, triton.next_power_of_2(groups))[None, :, None]
@@ -47,9 +47,8 @@ def row_channels(part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
     inside = group_ok & (c < FORMAT.width)
     g += part * groups
     at = g * FORMAT.width + c
-    if VECTOR:  # the same numbers, but the compiler sees no longer runs than VECTOR channels
-        run: tl.constexpr = VECTOR // 2 if FORMAT.pairs else VECTOR
-        at = at // run * (2 * run) // 2 + at % run
+    if VECTOR:
+        at = at // VECTOR * VECTOR + at % VECTOR  # the same numbers; the compiler sees no longer runs than VECTOR
     return g, at, group_ok, inside
 
 
@@ -87,10 +86,8 @@ def write_rows(
             scale_ok &= ok
 
     counts = inside & ok if OVER_TOKENS else inside
-    code_row = pages.codes + block * pages.block + head * pages.head + offset * pages.slot
     if FORMAT.pairs:
         codes = pair_codes(x, x_high, counts, pages, scale_at, scale_ok, dtype, FORMAT)
-        code_row = code_row.to(tl.pointer_type(tl.uint16))
     else:
         x = x.to(tl.float32)
         low, high = extremes(x, counts, pages.zero_points, OVER_TOKENS)
@@ -103,10 +100,13 @@ def write_rows(
                 codes_high = half_codes(x_high, low, high, pages, scale_at, scale_ok, FORMAT)
             else:
                 codes_high = half_codes(x_high, low_2, high_2, pages, scale_at + FORMAT.groups, scale_ok, FORMAT)
-            # The byte is the sum's lowest; a sum is one instruction where `|` would be two (quantise.py: codes carry 2^23).
+            # The byte is the sum's lowest; `|` would be two instructions, as codes carry 2^23 (quantise.py).
             codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT) + (codes_high << 4)
         else:
             codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT)
+    code_row = pages.codes + block * pages.block + head * pages.head + offset * pages.slot
+    if FORMAT.pairs:
+        code_row = code_row.to(tl.pointer_type(tl.uint16))
     tl.store(code_row + at, codes.to(code_row.dtype.element_ty), mask=ok & inside)
 
 
