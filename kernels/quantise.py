@@ -41,11 +41,13 @@ class CodeFormat(NamedTuple):
 
     A row of head_dim channels is loaded as one tile [groups, width], or for int4 as two: the low and the high nibbles.
 
+    pairs: an element of a tile is two channels side by side (quantise_pairs.py); groups and width count elements.
     halves: 2 for int4, else 1. groups, width: of a half. one_group: both halves share a scale.
     parts: programs that share a row's groups, each with as many of either half.
     smallest, largest: code. measured: scales come from the values, not from before the run.
     """
 
+    pairs: bool
     halves: int
     groups: int
     width: int
@@ -56,9 +58,12 @@ class CodeFormat(NamedTuple):
     measured: bool
 
 
-def code_format(pages: QuantisedPages, head_dim: int, has_tail: bool) -> CodeFormat:
-    """The constants of a kernel that writes these pages in one part. Raises ValueError for layouts it cannot write."""
-    codes, scales = pages.codes, pages.scales
+def code_format(new: torch.Tensor, pages: QuantisedPages, has_tail: bool) -> CodeFormat:
+    """The constants of a kernel that writes `new` [tokens, heads, head_dim] into these pages in one part.
+
+    Raises ValueError for layouts it cannot write.
+    """
+    codes, scales, head_dim = pages.codes, pages.scales, new.shape[2]
     halves = 2 if is_int4(pages, head_dim) else 1
     blocks, heads, slots, groups = (1, 1, 1, 1) if scales is None else scales.shape
     measured = has_tail or blocks > 1 or slots > 1
@@ -74,9 +79,21 @@ def code_format(pages: QuantisedPages, head_dim: int, has_tail: bool) -> CodeFor
         if halves == 2 and pages.zero_points is None:
             smallest, largest = -7.0, 7.0
     groups_of_half = max(1, groups // halves)
-    return CodeFormat(
-        halves, groups_of_half, head_dim // halves // groups_of_half, 1, groups == 1, smallest, largest, measured
-    )
+    width = head_dim // halves // groups_of_half
+    pairs = measured and halves == 2 and _in_words(new, pages) and (width == 1 if has_tail else groups == 1)
+    if pairs:
+        groups_of_half, width = (groups_of_half // 2, 1) if width == 1 else (1, width // 2)
+    return CodeFormat(pairs, halves, groups_of_half, width, 1, groups == 1, smallest, largest, measured)
+
+
+def _in_words(new: torch.Tensor, pages: QuantisedPages) -> bool:
+    """Whether two channels of each half lie in an aligned word, and both have float16 scales and zero points."""
+    scales, zero_points = pages.scales, pages.zero_points
+    if scales is None or zero_points is None or not new.element_size() == scales.element_size() == 2:
+        return False
+    offsets = [tensor.storage_offset() for tensor in (new, pages.codes)]
+    strides = (*new.stride()[:2], new.shape[2] // 2, *pages.codes.stride()[:3])
+    return zero_points.dtype == scales.dtype and not any(size % 2 for size in (*offsets, *strides))
 
 
 # Steps of a division that a compiler could otherwise fuse or reorder. ptxas expands div.rn.f32 into the same ones, a

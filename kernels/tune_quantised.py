@@ -56,9 +56,11 @@ TOKEN_TILES = [
 BLOCK_TILES = [
     WriteTile(numbers, QUANTISED_WRITE.num_warps, *block)
     for numbers, block in (
-        (2048, (128, 2, 168)), (4096, (128, 4, 168)), (2048, (64, 2, 128)), (4096, (64, 2, 128)),  # one part
-        (2048, (64, 2, 96, 2)), (2048, (64, 2, 80, 2)), (2048, (64, 4, 112, 2)), (1024, (64, 2, 96, 2)),
-        (1024, (32, 2, 64, 4)), (1024, (32, 2, 72, 4)), (1024, (32, 4, 80, 4)), (2048, (32, 2, 96, 4)),
+        (4096, (128, 2, 144)), (4096, (128, 4, 168)), (2048, (64, 2, 80)), (4096, (64, 2, 96)),  # one part
+        *((2048, (64, 2, registers, 2)) for registers in (72, 80, 88)), (1024, (64, 2, 80, 2)), (4096, (64, 2, 96, 2)),
+        *((2048, (64, 4, registers, 2)) for registers in (80, 88, 96)), (1024, (64, 4, 80, 2)),
+        *((1024, (32, 2, registers, 4)) for registers in (56, 64, 72)), (2048, (32, 2, 64, 4)),
+        *((1024, (32, 4, registers, 4)) for registers in (72, 80)),
     )
 ]  # fmt: skip
 Job = tuple[Heads, str, int, DecodeTile | WriteTile]  # heads, KV format, block size, tile

@@ -45,7 +45,8 @@ class WriteTile:
     num_warps: of those programs, where there are no others.
     block_numbers: that a thread takes of one head of a block quantised as a whole; gives such programs their warps.
     block_parts: programs that share the channels of such a block, at most; what shares a scale stays together.
-    block_vector: channels side by side of those; few of them leave a thread more tokens, and less to exchange.
+    block_vector: channels side by side of those, or pairs of them (quantise_pairs.py); few of them leave a thread more
+        tokens, and less to exchange.
     block_registers: cap on registers a thread where there are such blocks.
     """
 

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_wait
 from .dequantise import stored
 from .pages import QuantisedKVPages, check_quantised_write_inputs
 from .quantise import CodeFormat, code_format, extremes, half_codes
+from .quantise_pairs import pair_codes
 from .rope import launch_options
 from .tuning import QUANTISED_WRITE, WriteTile
 
@@ -36,8 +37,8 @@ LEAST_CHANNELS = 16  # of 16 bits, side by side: what memory is read by
 def row_channels(part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
     """(group, offset in a row, whether the group and the channel exist) of a tile [1, groups, width] of half a row.
 
-    VECTOR: as many channels side by side are loaded and stored by a thread at most (0: what suits the memory best). All
-    tokens of a block share a channel's extremes; few channels a thread leave all its tokens to the same thread.
+    VECTOR: as many elements of it side by side are loaded and stored by a thread at most (0: what suits the memory
+    best). All tokens of a block share a channel's extremes; few channels a thread leave it more of the tokens.
     """
     groups: tl.constexpr = FORMAT.groups // FORMAT.parts
     g = tl.arange(0, triton.next_power_of_2(groups))[None, :, None]
@@ -55,6 +56,8 @@ def row_channels(part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
 def load_rows(row, ok, part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
     """Rows of one head each, row: pointers [rows, 1, 1], as tiles of their two halves (not int4: the whole, twice)."""
     _, at, _, inside = row_channels(part, FORMAT, VECTOR)
+    if FORMAT.pairs:
+        row = row.to(tl.pointer_type(tl.int32))
     low = tl.load(row + at, mask=ok & inside, other=0.0)
     high = low
     if FORMAT.halves == 2:
@@ -64,10 +67,10 @@ def load_rows(row, ok, part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
 
 @triton.jit
 def write_rows(
-    pages, x, x_high, ok, block, head, offset, part, FORMAT: CodeFormat, OVER_TOKENS: tl.constexpr,
+    pages, x, x_high, dtype: tl.dtype, ok, block, head, offset, part, FORMAT: CodeFormat, OVER_TOKENS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Quantise rows (load_rows) and store their codes and scales.
+    """Quantise rows (load_rows) of numbers of a dtype and store their codes and scales.
 
     ok, block, head, offset: whether each row exists and its place, [rows, 1, 1] or scalars. OVER_TOKENS: the rows are a
     block and share scales.
@@ -76,30 +79,35 @@ def write_rows(
     scale_at = None
     scale_ok = None
     if pages.scales is not None:
-        scale_at = block * pages.scale_block + head * pages.scale_head + g
+        scale_at = block * pages.scale_block + head * pages.scale_head + (2 * g if FORMAT.pairs else g)
         scale_ok = group_ok
         if not OVER_TOKENS:
             scale_at += offset * pages.scale_slot
             scale_ok &= ok
 
     counts = inside & ok if OVER_TOKENS else inside
-    x = x.to(tl.float32)
-    low, high = extremes(x, counts, pages.zero_points, OVER_TOKENS)
-    if FORMAT.halves == 2:
-        x_high = x_high.to(tl.float32)
-        low_2, high_2 = extremes(x_high, counts, pages.zero_points, OVER_TOKENS)
-        if FORMAT.one_group:
-            low = tl.minimum(low, low_2)
-            high = tl.maximum(high, high_2)
-            codes_high = half_codes(x_high, low, high, pages, scale_at, scale_ok, FORMAT)
-        else:
-            codes_high = half_codes(x_high, low_2, high_2, pages, scale_at + FORMAT.groups, scale_ok, FORMAT)
-        # The byte is the sum's lowest; a sum is one instruction where `|` would be two (quantise.py: codes carry 2^23).
-        codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT) + (codes_high << 4)
+    if FORMAT.pairs:
+        codes = pair_codes(x, x_high, counts, pages, scale_at, scale_ok, dtype, FORMAT)
     else:
-        codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT)
+        x = x.to(tl.float32)
+        low, high = extremes(x, counts, pages.zero_points, OVER_TOKENS)
+        if FORMAT.halves == 2:
+            x_high = x_high.to(tl.float32)
+            low_2, high_2 = extremes(x_high, counts, pages.zero_points, OVER_TOKENS)
+            if FORMAT.one_group:
+                low = tl.minimum(low, low_2)
+                high = tl.maximum(high, high_2)
+                codes_high = half_codes(x_high, low, high, pages, scale_at, scale_ok, FORMAT)
+            else:
+                codes_high = half_codes(x_high, low_2, high_2, pages, scale_at + FORMAT.groups, scale_ok, FORMAT)
+            # The byte is the sum's lowest; `|` would be two instructions, as codes carry 2^23 (quantise.py).
+            codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT) + (codes_high << 4)
+        else:
+            codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT)
     code_row = pages.codes + block * pages.block + head * pages.head + offset * pages.slot
-    tl.store(code_row + at, codes.to(pages.codes.dtype.element_ty), mask=ok & inside)
+    if FORMAT.pairs:
+        code_row = code_row.to(tl.pointer_type(tl.uint16))
+    tl.store(code_row + at, codes.to(code_row.dtype.element_ty), mask=ok & inside)
 
 
 @triton.jit
@@ -107,7 +115,7 @@ def keep_in_tail(
     new_row, new_token, tail_row, tail_slot, first, last, part, BLOCK_SIZE: tl.constexpr, FORMAT: CodeFormat
 ):
     """Copy slots [first, last) of a block into the tail; new_row: where slot 0 would be among the new tokens."""
-    half: tl.constexpr = FORMAT.groups * FORMAT.width
+    half: tl.constexpr = FORMAT.groups * FORMAT.width * (2 if FORMAT.pairs else 1)
     width: tl.constexpr = half // FORMAT.parts
     slot = tl.arange(0, triton.next_power_of_2(BLOCK_SIZE))[:, None]
     d = tl.arange(0, triton.next_power_of_2(FORMAT.halves * width))[None, :]
@@ -164,7 +172,7 @@ def write_through_tail(
         ok = slot < BLOCK_SIZE
         block = tl.load(slot_mapping + block_begin + BLOCK_SIZE - 1) // BLOCK_SIZE
         x, x_high = load_rows(rows + slot * row_stride, ok, part, FORMAT, VECTOR)
-        write_rows(pages, x, x_high, ok, block, head, slot, part, FORMAT, True, VECTOR)
+        write_rows(pages, x, x_high, new.dtype.element_ty, ok, block, head, slot, part, FORMAT, True, VECTOR)
     if of_sequence:
         tl.debug_barrier()  # the tail has been read before it is written to
         last_begin = end - (num_waiting + end - begin) % BLOCK_SIZE
@@ -216,9 +224,9 @@ def write_quantised_kv_kernel(
         if v.tail is None:
             v_row, v_high = load_rows(v_new + token * v_new_token + heads * v_new_head, ok, 0, V_FORMAT, 0)
         if k.tail is None:
-            write_rows(k, k_row, k_high, ok, block, heads, offset, 0, K_FORMAT, False, 0)
+            write_rows(k, k_row, k_high, k_new.dtype.element_ty, ok, block, heads, offset, 0, K_FORMAT, False, 0)
         if v.tail is None:
-            write_rows(v, v_row, v_high, ok, block, heads, offset, 0, V_FORMAT, False, 0)
+            write_rows(v, v_row, v_high, v_new.dtype.element_ty, ok, block, heads, offset, 0, V_FORMAT, False, 0)
 
 
 def write_quantised_kv(
@@ -252,7 +260,7 @@ def write_quantised_kv(
 
 def most_parts(format: CodeFormat) -> int:
     """Programs that may share a block of one head: none splits a group, or reads less than 32 bytes in a row of it."""
-    widest = format.groups * format.width // LEAST_CHANNELS
+    widest = format.groups * format.width * (2 if format.pairs else 1) // LEAST_CHANNELS
     return max(n for n in (1, 2, 4, 8, 16) if n == 1 or (format.groups % n == 0 and n <= widest))
 
 
@@ -271,7 +279,7 @@ def write_launch(
     num_seqs, block_size = seq_lens.shape[0], kv.block_size
     k_waits, v_waits = waits = kv.k_tail is not None, kv.v_tail is not None
     dim = triton.next_power_of_2(max(kv.head_dim_k, kv.head_dim_v))
-    formats = code_format(kv.k, kv.head_dim_k, k_waits), code_format(kv.v, kv.head_dim_v, v_waits)
+    formats = code_format(k_new, kv.k, k_waits), code_format(v_new, kv.v, v_waits)
     num_warps, registers, parts = tile.num_warps, None, 1
     if k_waits or v_waits:
         parts = min(tile.block_parts, *(most_parts(formats[side]) for side in range(2) if waits[side]))

@@ -134,6 +134,33 @@ def test_scales_that_are_fixed_before_the_run_are_read_and_saturate(name):
     assert cache.kv.v.scales is not None and torch.equal(cache.kv.v.scales[:, :, 0], scales.scales)
 
 
+def rare_rows(num_tokens, head_dim, dtype):
+    """Channels (and tokens) of every magnitude, among them subnormal scales, one value only, zeros of either sign."""
+    gen = torch.Generator().manual_seed(1)
+    tokens, channels = torch.arange(num_tokens)[:, None], torch.arange(head_dim)[None]
+    x = torch.randn(num_tokens, 2, head_dim, generator=gen)
+    x[:, 0] *= 2.0 ** (channels % 36 - 24)  # per channel: from where scales are 0 in float16
+    x[:, 1] *= 2.0 ** (tokens % 36 - 24)  # per token
+    x[:, :, 0], x[:, :, 1], x[:, :, 2] = 0.0, -0.0, 0.1
+    x[:, :, 3] = -1000 + tokens % 2 * 2.0**-20
+    x[:, 0, 4] = tokens[:, 0] * 1.5 - 3  # halves of a scale
+    if dtype != torch.float16:
+        x[:, 0, 5], x[:, 0, 6], x[:, 0, 7] = 3e38, -3e38, 1e5 * (tokens[:, 0] - 3)
+        x[0, 1, 8], x[1, 1, 8] = 3e38, -3e38
+    return x.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["int4 per channel", "int4"])
+@pytest.mark.parametrize("block_size, head_dim", [(32, 128), (48, 80)])
+def test_rare_values_in_int4(name, dtype, block_size, head_dim):
+    x = rare_rows(block_size, head_dim, dtype)
+    cache = Cache(FORMATS[name], FORMATS["int4"], 3, block_size, 2, head_dim, dtype)
+    cache.write(x, x, 2 * block_size + torch.arange(block_size), [block_size], [block_size], [1])
+    for pages, format in ((cache.kv.k, FORMATS[name]), (cache.kv.v, FORMATS["int4"])):
+        assert_blocks(pages, torch.tensor([2]), quantise(x, format, block_size=block_size))
+
+
 CHUNKS = [[14], [1] * 9, [6, 8], [3, 1, 9]]
 
 
@@ -219,3 +246,25 @@ def test_fixed_scales_on_a_gpu(name):
 @pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 def test_tails_on_a_gpu(chunks):
     test_a_block_is_quantised_when_it_is_full_however_its_tokens_come("int4 per channel", chunks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["int4 per channel", "int4"])
+@pytest.mark.parametrize("block_size, head_dim", [(32, 128), (48, 80)])
+def test_rare_values_in_int4_on_a_gpu(name, dtype, block_size, head_dim):
+    test_rare_values_in_int4(name, dtype, block_size, head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_random_bits_in_int4_on_a_gpu(dtype, seed):
+    """Any finite numbers there are, of very different magnitudes in one channel."""
+    gen = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**15), 2**15, (4096, 8, 128), generator=gen).to(torch.int16)
+    x = bits.view(dtype).nan_to_num(nan=1.0, posinf=2.0, neginf=-0.5).to(DEVICE)
+    cache = Cache(FORMATS["int4 per channel"], FORMATS["int4"], 128, 32, 8, 128, dtype)
+    cache.write(x, x, torch.arange(4096), [4096], [4096], [0])
+    for pages, name in ((cache.kv.k, "int4 per channel"), (cache.kv.v, "int4")):
+        assert_blocks(pages, torch.arange(128), quantise(x, FORMATS[name], block_size=32))
