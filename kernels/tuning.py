@@ -120,7 +120,7 @@ QUANTISED_DECODE[100] = [(False, ANY, 128, DecodeTile(8, 64, 4, 3, 2, 256, 192))
 # As timed on 90 (data/results/h200/tiles_quantised.json). Tokens alone: four warps cost a prefill 2 % at most and save
 # one token a sequence 8 to 11 %. Blocks: two parts are 14 % faster than one for a prefill, 7 % slower for one token a
 # sequence; 96 registers are faster than 80 and 104.
-QUANTISED_WRITE = WriteTile(2048, 4, 64, 2, 96, 2)
+QUANTISED_WRITE = WriteTile(2048, 4, 64, 2, 80, 2)
 
 # Rows (head size <=, tile).
 PREFILL = {
