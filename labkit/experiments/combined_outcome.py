@@ -47,12 +47,7 @@ def _sentences(ladder: list[Row], climbed: dict[Any, Row]) -> Iterator[str]:
     aimed = (first["model"], first["memory_limit_gib"]) == (_MODEL, _LIMIT)
     static = [row for row in ladder if row["scheduler"] == "static"]
     continuous = [row for row in ladder if row["scheduler"] == "continuous"]
-    rough = min(row["window_s"] for row in continuous) < _ROUGH_BELOW
-    yield (
-        f"Windows of {_seconds(continuous)} s with continuous batching{', which is rough' if rough else ''}: their "
-        f"halves differ by {100 * max(abs(row['drift']) for row in continuous):.0f} % at most. Static batches, counted "
-        f"whole, took {_seconds(static)} s."
-    )
+    yield f"{_windows(continuous)} Static batches, counted whole, took {_seconds(static)} s."
     yield (
         f"From the baseline to INT8 KV: {full['concurrency_ratio']:.1f} times the requests at full length "
         f"({first['max_concurrency']:.0f} to {full['max_concurrency']:.0f}"
@@ -130,6 +125,19 @@ def _missed(rows: Iterable[Row], near: float, figure: str, measured: str | None 
         if abs(_error(row, figure, measured)) > near
     ]
     return f", and missed by {' and '.join(misses)}" if misses else ""
+
+
+def _windows(continuous: list[Row]) -> str:
+    """How long the windows are, and how far their halves are apart; short ones by themselves."""
+    short = [row for row in continuous if row["window_s"] < _ROUGH_BELOW]
+    long = [row for row in continuous if row not in short]
+    parts = [
+        f"{len(rows)} {kind}{_seconds(rows)} s, whose halves differ by "
+        f"{100 * max(abs(row['drift']) for row in rows):.0f} %"
+        for rows, kind in ((long, "of "), (short, "rough ones of "))
+        if rows
+    ]
+    return f"Windows with continuous batching: {'; '.join(parts)} at most."
 
 
 def _seconds(rows: Iterable[Row]) -> str:

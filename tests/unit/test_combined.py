@@ -208,7 +208,7 @@ def outcome(**changes: Any) -> str:
 
 def test_the_page_says_what_came_of_a_ladder_beside_what_was_aimed_at():
     shown = outcome()
-    assert "Windows of 30 s with continuous batching: their halves differ by 10 % at most" in shown
+    assert "Windows with continuous batching: 4 of 30 s, whose halves differ by 10 % at most." in shown
     assert "requests at full length (3 to 45; 14 times were aimed at) and 9.0 times the tokens/s" in shown
     assert "INT8 adds only 2 % to GQA's tokens/s" in shown and "grows from 34 to 50 ms" in shown
     assert 'missed by "+ INT8 KV" (full) with 97.0 and "+ INT8 KV" (azure_conv) with 97.0' in shown
@@ -219,7 +219,7 @@ def test_the_page_says_what_came_of_a_ladder_beside_what_was_aimed_at():
 
 def test_another_cap_has_no_aims_of_its_own_and_misses_are_named():
     shown = outcome(memory_limit_gib=80.0, window_s=4.1, predicted_concurrency=45.1, predicted_tokens_per_second=1100.0)
-    assert "Windows of 4 s with continuous batching, which is rough" in shown
+    assert "Windows with continuous batching: 4 rough ones of 4 s" in shown
     assert "14 times" not in shown and "8 times were" not in shown and "98 % were aimed at" in shown
     assert '(5 % were aimed at, and missed by "baseline" (full): 45 predicted, 3 measured and "+ GQA" (full)' in shown
     assert '"+ INT8 KV" (full): 1,100 predicted, 900 measured' in shown
