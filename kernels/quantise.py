@@ -58,12 +58,12 @@ class CodeFormat(NamedTuple):
     measured: bool
 
 
-def code_format(new: torch.Tensor, pages: QuantisedPages, has_tail: bool) -> CodeFormat:
+def code_format(new: torch.Tensor, pages: QuantisedPages, tail: torch.Tensor | None) -> CodeFormat:
     """The constants of a kernel that writes `new` [tokens, heads, head_dim] into these pages in one part.
 
-    Raises ValueError for layouts it cannot write.
+    tail: where tokens wait for their block to fill, if they do. Raises ValueError for layouts it cannot write.
     """
-    codes, scales, head_dim = pages.codes, pages.scales, new.shape[2]
+    codes, scales, head_dim, has_tail = pages.codes, pages.scales, new.shape[2], tail is not None
     halves = 2 if is_int4(pages, head_dim) else 1
     blocks, heads, slots, groups = (1, 1, 1, 1) if scales is None else scales.shape
     measured = has_tail or blocks > 1 or slots > 1
@@ -80,20 +80,21 @@ def code_format(new: torch.Tensor, pages: QuantisedPages, has_tail: bool) -> Cod
             smallest, largest = -7.0, 7.0
     groups_of_half = max(1, groups // halves)
     width = head_dim // halves // groups_of_half
-    pairs = measured and halves == 2 and _in_words(new, pages) and (width == 1 if has_tail else groups == 1)
+    pairs = measured and halves == 2 and _in_words(new, pages, tail) and (width == 1 if has_tail else groups == 1)
     if pairs:
         groups_of_half, width = (groups_of_half // 2, 1) if width == 1 else (1, width // 2)
     return CodeFormat(pairs, halves, groups_of_half, width, 1, groups == 1, smallest, largest, measured)
 
 
-def _in_words(new: torch.Tensor, pages: QuantisedPages) -> bool:
-    """Whether two channels of each half lie in an aligned word, and both have float16 scales and zero points."""
+def _in_words(new: torch.Tensor, pages: QuantisedPages, tail: torch.Tensor | None) -> bool:
+    """Whether two channels of each half lie in an aligned word, and have scales and zero points of 16 bit."""
     scales, zero_points = pages.scales, pages.zero_points
     if scales is None or zero_points is None or not new.element_size() == scales.element_size() == 2:
         return False
-    offsets = [tensor.storage_offset() for tensor in (new, pages.codes)]
-    strides = (*new.stride()[:2], new.shape[2] // 2, *pages.codes.stride()[:3])
-    return zero_points.dtype == scales.dtype and not any(size % 2 for size in (*offsets, *strides))
+    rows = [tensor for tensor in (new, tail, pages.codes) if tensor is not None]
+    steps = [new.shape[2] // 2, *(stride for tensor in rows for stride in tensor.stride()[:-1])]
+    begins = [tensor.data_ptr() // tensor.element_size() for tensor in rows]
+    return zero_points.dtype == scales.dtype and not any(size % 2 for size in (*begins, *steps))
 
 
 # Steps of a division that a compiler could otherwise fuse or reorder. ptxas expands div.rn.f32 into the same ones, a

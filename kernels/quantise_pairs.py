@@ -1,7 +1,7 @@
 """The int4 quantiser of 16-bit K and V, two numbers at a time; with the codes and scales of labkit.quant, bit for bit.
 
-Writing int4 is bound by the number of its instructions, not by memory. So two channels side by side stay one 32-bit
-word for as long as they can, and each step is the cheapest that is still exact:
+One number at a time, writing int4 is bound by the number of its instructions, not by memory. So two channels side by
+side stay one 32-bit word for as long as they can, and each step is the cheapest that is still exact:
 
     extremes     `min.bf16x2`: two numbers an instruction. float16 too: its finite numbers, their bits read as bfloat16,
                  are finite and in the same order.
@@ -10,10 +10,14 @@ word for as long as they can, and each step is the cheapest that is still exact:
     rounding     times 2^-149, the unit of the smallest float32s: what is left is an integer, and so are its bits.
     clamp, pack  `cvt.pack.sat.u4`: two integers to two nibbles, saturated, below those of an earlier one.
 
+That is for codes of 0 to 15 with a zero point, and one scale a channel of a block or a row of a token; symmetric codes,
+rows in several groups and float32 take quantise.py.
+
 Why the quotient rounds to the same integer as that of a division: it is off by less than 2^-44 of itself. x / scale is
 k + 1/2, or else at least half a unit of float32 and another 2^-35 of itself away from it. (A scale has 11 bits and
 k + 1/2 has 5, so k + 1/2 scales are a float32; x is another one, a unit of x away.) So no rounding to float32 crosses
-a half or lands on one, and a half itself is found exactly. tests/kernel/test_quantise_pairs.py tries all scales.
+a half or lands on one, and a half itself is found exactly. tests/kernel/test_quantise_pairs.py tries the digits of
+every scale.
 
 PTX: https://docs.nvidia.com/cuda/parallel-thread-execution (min, rcp, cvt.pack)
 """
@@ -106,7 +110,7 @@ def stored_scale(low, high, pages, at, ok, FORMAT: CodeFormat):
 
 @triton.jit
 def rounded(x, scale, zero_point):
-    """(x - zero_point) / scale to the nearest integer, as int32: negative where that is, but not always the same."""
+    """(x - zero_point) / scale to the nearest integer, as int32; below 0 and above 15 only the side is right."""
     x = x - zero_point
     if INTERPRETED:
         codes = tl.clamp(tl.div_rn(x, scale), -1.0, 16.0)

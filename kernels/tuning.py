@@ -118,8 +118,8 @@ QUANTISED_DECODE[89] = QUANTISED_DECODE[80]  # 89 and 100: compiled, never measu
 QUANTISED_DECODE[100] = [(False, ANY, 128, DecodeTile(8, 64, 4, 3, 2, 256, 192)), *QUANTISED_DECODE[80][1:]]
 
 # As timed on 90 (data/results/h200/tiles_quantised.json). Tokens alone: four warps cost a prefill 2 % at most and save
-# one token a sequence 8 to 11 %. Blocks: two parts are 14 % faster than one for a prefill, 7 % slower for one token a
-# sequence; 96 registers are faster than 80 and 104.
+# one token a sequence 8 to 11 %. Blocks: two parts are 4 % faster than one for a prefill, 1 % slower for one token a
+# sequence; 80 registers are 2 % faster than 96, and 72 would be 2 % faster still, but Triton 3.7 spills then.
 QUANTISED_WRITE = WriteTile(2048, 4, 64, 2, 80, 2)
 
 # Rows (head size <=, tile).

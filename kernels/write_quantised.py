@@ -279,7 +279,7 @@ def write_launch(
     num_seqs, block_size = seq_lens.shape[0], kv.block_size
     k_waits, v_waits = waits = kv.k_tail is not None, kv.v_tail is not None
     dim = triton.next_power_of_2(max(kv.head_dim_k, kv.head_dim_v))
-    formats = code_format(k_new, kv.k, k_waits), code_format(v_new, kv.v, v_waits)
+    formats = code_format(k_new, kv.k, kv.k_tail), code_format(v_new, kv.v, kv.v_tail)
     num_warps, registers, parts = tile.num_warps, None, 1
     if k_waits or v_waits:
         parts = min(tile.block_parts, *(most_parts(formats[side]) for side in range(2) if waits[side]))

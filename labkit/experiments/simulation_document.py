@@ -67,7 +67,7 @@ def _cost_model() -> list[str]:
         "",
         *wrap(
             "Attention over a quantised cache takes longer a byte and a FLOP, as codes become numbers first: by how "
-            "much is the geometric mean over the batches of data/results/h200/quant.json, against the same batch in "
+            "much is the geometric mean over the rows of data/results/h200/quant.json, against the same batch in "
             "16 bit in the same run."
         ),
         "",

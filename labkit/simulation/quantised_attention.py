@@ -22,12 +22,13 @@ AS_IN_16_BIT = Slowdown()
 
 
 def measured_slowdowns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Slowdown]:
-    """By dtype name, from rows of `labkit bench kernels --only quantised quantised-prefill`; others are passed over.
+    """By dtype name, from rows of `labkit bench kernels --only quantised quantised-prefill`.
 
     Each decode batch is held against the same batch in 16 bit, each prompt likewise; a format's slowdown is the
-    geometric mean over them. A format needs both kinds of row.
+    geometric mean over the rows. A format needs both kinds of row. Other rows, of 16-bit prompts or of other systems
+    too, are passed over; ValueError for a decode row without a partner in 16 bit.
     """
-    rows = [row for row in rows if row.get("op") in ("decode", "prefill")]
+    rows = [row for row in rows if row.get("op") in ("decode", "prefill") and row.get("system") == "labkit"]
     in_16_bit = {
         (str(row["heads"]), row["batch"]): row["percent_of_ceiling"]
         for row in rows
@@ -36,16 +37,31 @@ def measured_slowdowns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Slowdown]
     read, compute = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for row in rows:
         name = dtype_name(row["kv_format"])
+        batch = str(row["heads"]), row["batch"]
         if row["op"] == "prefill":
-            compute[name].append(row["ratio_to_bf16"])
+            if "ratio_to_bf16" in row:
+                compute[name].append(row["ratio_to_bf16"])
+        elif batch in in_16_bit:
+            read[name].append(in_16_bit[batch] / row["percent_of_ceiling"])
         else:
-            read[name].append(in_16_bit[str(row["heads"]), row["batch"]] / row["percent_of_ceiling"])
+            raise ValueError(f"rows must hold decode of {row['batch']} with heads {row['heads']} in bf16, too")
     return {name: Slowdown(geometric_mean(read[name]), geometric_mean(compute[name])) for name in read if compute[name]}
 
 
 def slowdown_of(spec: KVCacheSpec | None, measured: Mapping[str, Slowdown]) -> Slowdown:
-    """Of a cache whose layers, and whose K and V, may differ: the mean over them. Formats not measured have none."""
+    """Of a cache whose layers, and whose K and V, may differ: the mean over their bytes, and over their FLOP.
+
+    Formats that were not measured are not slowed down.
+    """
     if spec is None:
         return AS_IN_16_BIT
-    sides = [measured.get(side.dtype, AS_IN_16_BIT) for layer in spec.layers for side in (layer.key, layer.value)]
-    return Slowdown(fmean(side.read for side in sides), fmean(side.compute for side in sides))
+    sides = [
+        (side, layer.num_kv_heads * head_dim)
+        for layer in spec.layers
+        for side, head_dim in ((layer.key, layer.head_dim), (layer.value, layer.head_dim_v))
+    ]
+    slowdowns = [measured.get(side.dtype, AS_IN_16_BIT) for side, _ in sides]
+    return Slowdown(
+        fmean([slowdown.read for slowdown in slowdowns], [size * side.bits for side, size in sides]),
+        fmean([slowdown.compute for slowdown in slowdowns], [size for _, size in sides]),
+    )

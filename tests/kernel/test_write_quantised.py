@@ -104,6 +104,29 @@ SIZES = [  # heads, head size, block size
 ]  # fmt: skip
 
 
+def at_an_odd_place(tensor):
+    """The same numbers, behind one more in memory: two of them are no aligned word."""
+    return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+
+
+@pytest.mark.parametrize("odd", ["new", "tail"])
+def test_rows_at_odd_places_are_not_read_as_words(odd):
+    from labkit.kernels.quantise import code_format
+
+    format, block_size = FORMATS["int4 per channel"], 16
+    cache = Cache(format, format, 1, block_size, 2, 64)
+    k, v = hard_rows(block_size, 2, 128).split(64, 2)
+    assert code_format(k, cache.kv.k, cache.kv.k_tail).pairs
+    if odd == "new":
+        k = at_an_odd_place(k)
+    else:
+        cache.kv = cache.kv._replace(k_tail=at_an_odd_place(cache.kv.k_tail))
+    assert not code_format(k, cache.kv.k, cache.kv.k_tail).pairs
+    for first, last in ((0, 10), (10, block_size)):
+        cache.write(k[first:last], v[first:last], torch.arange(first, last), [last], [last - first], [0])
+    assert_blocks(cache.kv.k, [0], quantise(k, format))
+
+
 @pytest.mark.parametrize("name, num_heads, head_dim, block_size, dtype", SIZES)
 def test_codes_and_scales_are_those_of_the_quantiser(name, num_heads, head_dim, block_size, dtype):
     num_tokens = 2 * block_size

@@ -76,12 +76,14 @@ def test_h200_constants_are_what_the_machine_can_reach() -> None:
 
 
 def test_attention_over_codes_is_slower_by_what_kernels_measured() -> None:
-    decode = {"op": "decode", "heads": [32, 8, 128], "batch": "64x4096"}
-    prefill = {"op": "prefill", "heads": [32, 8, 128], "batch": "1x8192"}
+    decode = {"system": "labkit", "op": "decode", "heads": [32, 8, 128], "batch": "64x4096"}
+    prefill = {"system": "labkit", "op": "prefill", "heads": [32, 8, 128], "batch": "1x8192"}
     kernels = [
         decode | {"kv_format": "bf16", "percent_of_ceiling": 90.0},
         decode | {"kv_format": "int4", "percent_of_ceiling": 45.0},
         prefill | {"kv_format": "int4", "ratio_to_bf16": 3.0},
+        decode | {"kv_format": "bf16", "percent_of_ceiling": 1.0, "system": "another"},
+        prefill | {"kv_format": "bf16", "tflops": 400.0},
     ]
     found = calibrate(recorded_by(DEVICE) + kernels)
     shape = model_shape("llama-2-7b")
@@ -92,7 +94,10 @@ def test_attention_over_codes_is_slower_by_what_kernels_measured() -> None:
         "int4": (pytest.approx(2), pytest.approx(3)),
     }
     mixed = shape.kv_spec("int4", block_size=32).with_formats("bfloat16", layers=range(16))
-    assert found.step_cost(shape, mixed).slowdown == pytest.approx((1.5, 2))
+    # Half of the layers have 4 bits a number, half 16: a fifth of the bytes takes twice as long.
+    assert found.step_cost(shape, mixed).slowdown == pytest.approx((1.2, 2))
+    with pytest.raises(ValueError, match="must hold decode of 64x4096"):
+        calibrate(recorded_by(DEVICE) + kernels[1:])
     # A step of nothing but context: twice the time of its bytes.
     bytes_alone = replace(costs["int4"], weight_bytes=0, seconds_per_step=0, attention_flops_per_pair=0)
     work = StepWork(0, 0, num_context=1000, num_pairs=0, num_samples=0)
