@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from .attention import AttentionLaunch, KernelCall, Workspace, decode_tile_for, prefill_tile_for
 from .pages import KVPages, QuantisedKVPages, QuantisedPages
-from .tuning import QUANTISED_WRITE, DecodeTile, PrefillTile, WriteTile
+from .tuning import DecodeTile, PrefillTile, WriteTile
 from .write_quantised import write_launch, write_quantised_kv_kernel
 
 POINTERS = {
@@ -116,13 +116,18 @@ def example_call(
 
 
 def example_write(
-    kv_format: str, tile: WriteTile = QUANTISED_WRITE
+    kv_format: str, tile: WriteTile | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """(kernel, arguments, constants, options) of `write_quantised_kv` for the first of QUANTISED_HEADS; no memory."""
+    """(kernel, arguments, constants, options) of `write_quantised_kv` for the first of QUANTISED_HEADS; no memory.
+
+    dtype: of new K and V. tile None is the shipped one.
+    """
     block_size = 32 if kv_format == "int4" else 16
     kv = example_pages(kv_format, 64, QUANTISED_HEADS[0], block_size, device="meta")
     assert isinstance(kv, QuantisedKVPages)
-    new = torch.empty(256, kv.num_kv_heads, kv.head_dim_k, dtype=torch.bfloat16, device="meta")
+    if kv.k_tail is not None:
+        kv = kv._replace(k_tail=kv.k_tail.to(dtype))
+    new = torch.empty(256, kv.num_kv_heads, kv.head_dim_k, dtype=dtype, device="meta")
     slots, numbers = (torch.empty(256, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
     _, arguments, constants, options = write_launch(new, new, kv, slots, numbers, numbers, numbers, tile)
     return write_quantised_kv_kernel, arguments, constants, options
@@ -206,12 +211,13 @@ def report(capabilities: tuple[int, ...] = (80, 89, 90, 100)) -> Iterator[dict[s
             seen.add((kind, heads, kv_format, call.tile))
             row = {"kernel": kind, "sm": capability, "heads": heads, "kv_format": kv_format, "tile": asdict(call.tile)}
             yield row | compile_kernel(call.kernel, call.arguments, call.constants, call.options(), capability)
-        for kv_format in KV_FORMATS:
+        writes = [(kv_format, kv_format, torch.bfloat16) for kv_format in KV_FORMATS]
+        for name, kv_format, dtype in (*writes, ("int4 of float32", "int4", torch.float32)):
             if kv_format != "fp8" or capability >= 89:
-                kernel, arguments, constants, options = example_write(kv_format)
+                kernel, arguments, constants, options = example_write(kv_format, dtype=dtype)
                 heads = QUANTISED_HEADS[0]
                 tile = {"block_m": constants["HEADS"], "block_n": heads[2], **options}  # heads x channels
-                row = {"kernel": "write", "sm": capability, "heads": heads, "kv_format": kv_format, "tile": tile}
+                row = {"kernel": "write", "sm": capability, "heads": heads, "kv_format": name, "tile": tile}
                 early = {"EARLY": capability >= 90}
                 yield row | compile_kernel(kernel, arguments, constants | early, options, capability)
 

@@ -41,13 +41,13 @@ class CodeFormat(NamedTuple):
 
     A row of head_dim channels is loaded as one tile [groups, width], or for int4 as two: the low and the high nibbles.
 
-    pairs: an element of a tile is two channels side by side (quantise_pairs.py); groups and width count elements.
+    channels: of an element of a tile: 2 side by side (quantise_pairs.py), else 1; groups and width count elements.
     halves: 2 for int4, else 1. groups, width: of a half. one_group: both halves share a scale.
     parts: programs that share a row's groups, each with as many of either half.
     smallest, largest: code. measured: scales come from the values, not from before the run.
     """
 
-    pairs: bool
+    channels: int
     halves: int
     groups: int
     width: int
@@ -83,7 +83,7 @@ def code_format(new: torch.Tensor, pages: QuantisedPages, tail: torch.Tensor | N
     pairs = measured and halves == 2 and _in_words(new, pages, tail) and (width == 1 if has_tail else groups == 1)
     if pairs:
         groups_of_half, width = (groups_of_half // 2, 1) if width == 1 else (1, width // 2)
-    return CodeFormat(pairs, halves, groups_of_half, width, 1, groups == 1, smallest, largest, measured)
+    return CodeFormat(1 + pairs, halves, groups_of_half, width, 1, groups == 1, smallest, largest, measured)
 
 
 def _in_words(new: torch.Tensor, pages: QuantisedPages, tail: torch.Tensor | None) -> bool:
@@ -206,3 +206,24 @@ def half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT: CodeFormat):
             if pages.zero_points is not None:
                 zero_point = tl.load(pages.zero_points + scale_at, mask=scale_ok, other=0.0)
     return to_codes(x, scale, zero_point, pages.codes.dtype.element_ty, FORMAT)
+
+
+@triton.jit
+def row_codes(x, x_high, inside, pages, scale_at, scale_ok, FORMAT: CodeFormat, OVER_TOKENS: tl.constexpr):
+    """Codes of rows, given as their two halves; for int4 the halves are the nibbles of one byte, the lowest."""
+    x = x.to(tl.float32)
+    low, high = extremes(x, inside, pages.zero_points, OVER_TOKENS)
+    if FORMAT.halves == 2:
+        x_high = x_high.to(tl.float32)
+        low_2, high_2 = extremes(x_high, inside, pages.zero_points, OVER_TOKENS)
+        if FORMAT.one_group:
+            low = tl.minimum(low, low_2)
+            high = tl.maximum(high, high_2)
+            codes_high = half_codes(x_high, low, high, pages, scale_at, scale_ok, FORMAT)
+        else:
+            codes_high = half_codes(x_high, low_2, high_2, pages, scale_at + FORMAT.groups, scale_ok, FORMAT)
+        # A sum is one instruction; `|` would be two, as codes carry 2^23 (to_codes).
+        codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT) + (codes_high << 4)
+    else:
+        codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT)
+    return codes

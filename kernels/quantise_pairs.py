@@ -34,8 +34,8 @@ TWO_INFINITIES = tl.constexpr(0x7F807F80)
 TWO_NEGATIVE_INFINITIES = tl.constexpr(0xFF80FF80 - 2**32)  # as int32
 
 # r, r' = r (1 - r scale): rcp.approx is right to a unit in the last place, the sum to the square of it.
-RECIPROCAL = tl.constexpr("""{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $2; neg.f32 e, $2; fma.rn.f32 e, e, r, 0f3F800000;
-mul.rn.f32 $1, e, r; mov.f32 $0, r; }""")
+RECIPROCAL_AND_REST = tl.constexpr("""{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $2; neg.f32 e, $2;
+fma.rn.f32 e, e, r, 0f3F800000; mul.rn.f32 $1, e, r; mov.f32 $0, r; }""")
 ROUNDED_QUOTIENT = tl.constexpr("""{ .reg .f32 q; mul.rn.f32 q, $1, $3; fma.rn.f32 q, $1, $2, q;
 mul.rn.f32 q, q, 0f00000001; mov.b32 $0, q; }""")  # negative ones keep their sign bit: they are negative integers too
 NIBBLES = tl.constexpr("""{ .reg .b32 upper; cvt.pack.sat.u4.s32.b32 upper, $4, $3, 0;
@@ -117,7 +117,7 @@ def rounded(x, scale, zero_point):
         codes = (codes + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2^23
     else:
         r, rest = tl.inline_asm_elementwise(
-            RECIPROCAL, "=f,=f,f", [scale], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
+            RECIPROCAL_AND_REST, "=f,=f,f", [scale], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
         )
         codes = tl.inline_asm_elementwise(
             ROUNDED_QUOTIENT, "=r,f,f,f", [x, r, rest], dtype=tl.int32, is_pure=True, pack=1

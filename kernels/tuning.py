@@ -121,6 +121,7 @@ QUANTISED_DECODE[100] = [(False, ANY, 128, DecodeTile(8, 64, 4, 3, 2, 256, 192))
 # one token a sequence 8 to 11 %. Blocks: two parts are 4 % faster than one for a prefill, 1 % slower for one token a
 # sequence; 80 registers are 2 % faster than 96, and 72 would be 2 % faster still, but Triton 3.7 spills then.
 QUANTISED_WRITE = WriteTile(2048, 4, 64, 2, 80, 2)
+QUANTISED_WRITE_BY_ONE = replace(QUANTISED_WRITE, block_registers=104)  # no pairs: float32, symmetric; fewer spill
 
 # Rows (head size <=, tile).
 PREFILL = {

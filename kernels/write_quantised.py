@@ -25,10 +25,10 @@ from triton.language.extra.cuda import gdc_wait
 
 from .dequantise import stored
 from .pages import QuantisedKVPages, check_quantised_write_inputs
-from .quantise import CodeFormat, code_format, extremes, half_codes
+from .quantise import CodeFormat, code_format, row_codes
 from .quantise_pairs import pair_codes
 from .rope import launch_options
-from .tuning import QUANTISED_WRITE, WriteTile
+from .tuning import QUANTISED_WRITE, QUANTISED_WRITE_BY_ONE, WriteTile
 
 LEAST_CHANNELS = 16  # of 16 bits, side by side: what memory is read by
 
@@ -56,7 +56,7 @@ def row_channels(part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
 def load_rows(row, ok, part, FORMAT: CodeFormat, VECTOR: tl.constexpr):
     """Rows of one head each, row: pointers [rows, 1, 1], as tiles of their two halves (not int4: the whole, twice)."""
     _, at, _, inside = row_channels(part, FORMAT, VECTOR)
-    if FORMAT.pairs:
+    if FORMAT.channels == 2:
         row = row.to(tl.pointer_type(tl.int32))
     low = tl.load(row + at, mask=ok & inside, other=0.0)
     high = low
@@ -79,33 +79,19 @@ def write_rows(
     scale_at = None
     scale_ok = None
     if pages.scales is not None:
-        scale_at = block * pages.scale_block + head * pages.scale_head + (2 * g if FORMAT.pairs else g)
+        scale_at = block * pages.scale_block + head * pages.scale_head + FORMAT.channels * g
         scale_ok = group_ok
         if not OVER_TOKENS:
             scale_at += offset * pages.scale_slot
             scale_ok &= ok
 
     counts = inside & ok if OVER_TOKENS else inside
-    if FORMAT.pairs:
+    if FORMAT.channels == 2:
         codes = pair_codes(x, x_high, counts, pages, scale_at, scale_ok, dtype, FORMAT)
     else:
-        x = x.to(tl.float32)
-        low, high = extremes(x, counts, pages.zero_points, OVER_TOKENS)
-        if FORMAT.halves == 2:
-            x_high = x_high.to(tl.float32)
-            low_2, high_2 = extremes(x_high, counts, pages.zero_points, OVER_TOKENS)
-            if FORMAT.one_group:
-                low = tl.minimum(low, low_2)
-                high = tl.maximum(high, high_2)
-                codes_high = half_codes(x_high, low, high, pages, scale_at, scale_ok, FORMAT)
-            else:
-                codes_high = half_codes(x_high, low_2, high_2, pages, scale_at + FORMAT.groups, scale_ok, FORMAT)
-            # The byte is the sum's lowest; `|` would be two instructions, as codes carry 2^23 (quantise.py).
-            codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT) + (codes_high << 4)
-        else:
-            codes = half_codes(x, low, high, pages, scale_at, scale_ok, FORMAT)
+        codes = row_codes(x, x_high, counts, pages, scale_at, scale_ok, FORMAT, OVER_TOKENS)
     code_row = pages.codes + block * pages.block + head * pages.head + offset * pages.slot
-    if FORMAT.pairs:
+    if FORMAT.channels == 2:
         code_row = code_row.to(tl.pointer_type(tl.uint16))
     tl.store(code_row + at, codes.to(code_row.dtype.element_ty), mask=ok & inside)
 
@@ -115,7 +101,7 @@ def keep_in_tail(
     new_row, new_token, tail_row, tail_slot, first, last, part, BLOCK_SIZE: tl.constexpr, FORMAT: CodeFormat
 ):
     """Copy slots [first, last) of a block into the tail; new_row: where slot 0 would be among the new tokens."""
-    half: tl.constexpr = FORMAT.groups * FORMAT.width * (2 if FORMAT.pairs else 1)
+    half: tl.constexpr = FORMAT.groups * FORMAT.width * FORMAT.channels
     width: tl.constexpr = half // FORMAT.parts
     slot = tl.arange(0, triton.next_power_of_2(BLOCK_SIZE))[:, None]
     d = tl.arange(0, triton.next_power_of_2(FORMAT.halves * width))[None, :]
@@ -260,7 +246,7 @@ def write_quantised_kv(
 
 def most_parts(format: CodeFormat) -> int:
     """Programs that may share a block of one head: none splits a group, or reads less than 32 bytes in a row of it."""
-    widest = format.groups * format.width * (2 if format.pairs else 1) // LEAST_CHANNELS
+    widest = format.groups * format.width * format.channels // LEAST_CHANNELS
     return max(n for n in (1, 2, 4, 8, 16) if n == 1 or (format.groups % n == 0 and n <= widest))
 
 
@@ -272,17 +258,19 @@ def write_launch(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     tail_rows: torch.Tensor | None,
-    tile: WriteTile = QUANTISED_WRITE,
+    tile: WriteTile | None = None,
 ) -> tuple[tuple[Any], tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """(grid, arguments, constants, options) of the kernel."""
+    """(grid, arguments, constants, options) of the kernel; tile None is the one for what is written."""
     num_tokens, num_heads, _ = k_new.shape
     num_seqs, block_size = seq_lens.shape[0], kv.block_size
     k_waits, v_waits = waits = kv.k_tail is not None, kv.v_tail is not None
     dim = triton.next_power_of_2(max(kv.head_dim_k, kv.head_dim_v))
     formats = code_format(k_new, kv.k, kv.k_tail), code_format(v_new, kv.v, kv.v_tail)
+    waiting = [formats[side] for side in range(2) if waits[side]]
+    tile = tile or (QUANTISED_WRITE if all(format.channels == 2 for format in waiting) else QUANTISED_WRITE_BY_ONE)
     num_warps, registers, parts = tile.num_warps, None, 1
-    if k_waits or v_waits:
-        parts = min(tile.block_parts, *(most_parts(formats[side]) for side in range(2) if waits[side]))
+    if waiting:
+        parts = min(tile.block_parts, *map(most_parts, waiting))
         formats = tuple(formats[side]._replace(parts=parts if waits[side] else 1) for side in range(2))
         numbers = triton.next_power_of_2(block_size) * dim // parts
         num_warps = min(16, max(1, numbers // (32 * tile.block_numbers)))

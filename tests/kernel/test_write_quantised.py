@@ -116,12 +116,12 @@ def test_rows_at_odd_places_are_not_read_as_words(odd):
     format, block_size = FORMATS["int4 per channel"], 16
     cache = Cache(format, format, 1, block_size, 2, 64)
     k, v = hard_rows(block_size, 2, 128).split(64, 2)
-    assert code_format(k, cache.kv.k, cache.kv.k_tail).pairs
+    assert code_format(k, cache.kv.k, cache.kv.k_tail).channels == 2
     if odd == "new":
         k = at_an_odd_place(k)
     else:
         cache.kv = cache.kv._replace(k_tail=at_an_odd_place(cache.kv.k_tail))
-    assert not code_format(k, cache.kv.k, cache.kv.k_tail).pairs
+    assert code_format(k, cache.kv.k, cache.kv.k_tail).channels == 1
     for first, last in ((0, 10), (10, block_size)):
         cache.write(k[first:last], v[first:last], torch.arange(first, last), [last], [last - first], [0])
     assert_blocks(cache.kv.k, [0], quantise(k, format))

@@ -69,9 +69,10 @@ ladder() {  # ladder SECONDS SHAPE GIB RUNG...
 }
 combined() { ladder $((240 + 16 * (${WINDOW:-4} - 4))) llama-2-13b 40; }
 combined_rest() {
-    ladder 170 llama-2-7b 40 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
-    ladder 170 llama-2-13b 80 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
-    ladder 170 llama-2-7b 80 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
+    local seconds=$((170 + 8 * (${WINDOW:-4} - 4)))
+    ladder $seconds llama-2-7b 40 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
+    ladder $seconds llama-2-13b 80 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
+    ladder $seconds llama-2-7b 80 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
 }
 equal() {
     begin_with h200/combined.json
