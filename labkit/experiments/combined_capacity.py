@@ -19,7 +19,8 @@ def expected_concurrency(rung: Rung, traffic: Traffic, num_blocks: int) -> float
 
         (num_blocks (1 - watermark) - E[need^2] / 2 E[need]) / (E[output x (own + output / 2)] / E[output] / block_size)
 
-    Static batches: as many of the queue, one after the other, as fit when the batch begins.
+    Static batches: as many of the queue, one after the other, as fit when the batch begins. (Those that were preempted
+    come back with what they had generated, and need more: up to a request fewer than this.)
     """
     block_size = rung.block_size
     outputs = traffic.outputs.astype(np.float64)
@@ -27,7 +28,7 @@ def expected_concurrency(rung: Rung, traffic: Traffic, num_blocks: int) -> float
     room = num_blocks * (1 - SchedulerConfig.__dataclass_fields__["watermark"].default) - traffic.shared // block_size
     need = -(-traffic.prompts // block_size) - shared
     if rung.kv_allocator == "reserve_max":
-        return num_blocks // -(-traffic.context // block_size)
+        return max(1, int(room) // -(-traffic.context // block_size))
     if rung.scheduler == "static":
         return _mean_batch(need, room)
     rounding = (block_size - 1) / 2
