@@ -20,7 +20,7 @@ def expected_concurrency(rung: Rung, traffic: Traffic, num_blocks: int) -> float
         (num_blocks (1 - watermark) - E[need^2] / 2 E[need]) / (E[output x (own + output / 2)] / E[output] / block_size)
 
     Static batches: as many of the queue, one after the other, as fit when the batch begins. (Those that were preempted
-    come back with what they had generated, and need more: up to a request fewer than this.)
+    come back with what they had generated, and need more: a request or two fewer run than this says.)
     """
     block_size = rung.block_size
     outputs = traffic.outputs.astype(np.float64)

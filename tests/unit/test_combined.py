@@ -25,9 +25,10 @@ from labkit.experiments.combined_traffic import traffic
 from labkit.experiments.recorded import results
 from labkit.figures.combined import combined_ladder
 from labkit.kv_math import ModelShape, model_shape
+from labkit.memory import KVCacheManager
 from labkit.models import random_model
-from labkit.scheduling import SamplingParams
-from labkit.simulation import SimulatedExecutor
+from labkit.scheduling import SamplingParams, SchedulerConfig, StaticScheduler
+from labkit.simulation import SimulatedExecutor, calibrate, recorded_rows
 
 TINY = ModelShape("tiny", 2, 4, 4, 16, 64, 96, 256, 4096)
 
@@ -72,6 +73,24 @@ def test_the_closed_form_is_what_scheduler_and_allocator_reach(
     assert figures["max_concurrency"] == pytest.approx(expected, rel=0.05)
     if setting is ON_H200:
         assert figures["live_utilisation"] > 0.96
+
+
+STATIC = [row for row in results(FILE)["rows"] if row["rung"] == "+ paged" and row.get("num_blocks")]
+
+
+@pytest.mark.parametrize("row", STATIC, ids=lambda row: f"{row['model']}-{row['memory_limit_gib']:g}-{row['lengths']}")
+def test_static_batches_in_a_measured_pool_are_as_large_as_they_were_measured(row: dict[str, Any]):
+    setting, rung = (
+        Setting(model_shape(row["model"]), "cuda", row["memory_limit_gib"], row["context"]),
+        RUNGS["+ paged"],
+    )
+    config = SchedulerConfig(*setting.limits(rung, row["lengths"]), row["context"])
+    scheduler = StaticScheduler(config, KVCacheManager(row["num_blocks"], rung.block_size))
+    executor = calibrate(recorded_rows()).executor(setting.shape, setting.shape.kv_spec("bfloat16"))
+    who = setting.traffic(rung, row["lengths"])
+    figures = serve_window(Engine(scheduler, executor), who, 0, 30)  # as many batches as on the GPU
+    assert figures["max_concurrency"] == pytest.approx(row["max_concurrency"], rel=0.01)
+    assert figures["num_preemptions"] == pytest.approx(row["num_preemptions"], abs=2)
 
 
 def test_predictions_for_the_article_s_setting(tmp_path: Path):

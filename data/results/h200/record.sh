@@ -60,19 +60,20 @@ formats() {
     begin_with h200/quant.json
     limited 200 formats python3 -m labkit.experiments.kv_formats "$out/quant.json"  # under "engine"
 }
-ladder() {  # ladder SECONDS SHAPE GIB RUNG...
-    local seconds=$1 shape=$2 gib=$3 rungs=(); shift 3
+ladder() {  # ladder SHAPE GIB [RUNG...]
+    local shape=$1 gib=$2 rungs=() window=${WINDOW:-4} count=16; shift 2
     for rung in "$@"; do rungs+=(--rung "$rung"); done
+    if [ $# -gt 0 ]; then count=$((2 * $#)); fi  # with both kinds of lengths
     begin_with h200/combined.json  # with the predictions made before
-    limited "$seconds" "combined_${shape}_$gib" $cli experiment combined --model "$shape" --memory-limit "$gib" \
-        --window "${WINDOW:-4}" "${rungs[@]}" --out "$out/combined.json"
+    limited $((60 + count * (11 + window))) "combined_${shape}_$gib" $cli experiment combined \
+        --model "$shape" --memory-limit "$gib" --window "$window" "${rungs[@]}" --out "$out/combined.json"
 }
-combined() { ladder $((240 + 16 * (${WINDOW:-4} - 4))) llama-2-13b 40; }
+combined() { ladder llama-2-13b 40; }
 combined_rest() {
-    local seconds=$((170 + 8 * (${WINDOW:-4} - 4)))
-    ladder $seconds llama-2-7b 40 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
-    ladder $seconds llama-2-13b 80 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
-    ladder $seconds llama-2-7b 80 baseline "+ GQA" "+ INT8 KV" "+ INT4 KV"
+    local articles=(baseline "+ GQA" "+ INT8 KV" "+ INT4 KV")
+    ladder llama-2-7b 40
+    ladder llama-2-13b 80 "${articles[@]}" "+ paged" "+ continuous batching" "+ shared prefix"
+    ladder llama-2-7b 80 "${articles[@]}"
 }
 equal() {
     begin_with h200/combined.json
