@@ -56,6 +56,11 @@ def shown_ladder(rows: pd.DataFrame) -> pd.DataFrame:
     return ladder_table(rows).reindex(columns=_SHOWN)
 
 
+def whole_ladders(rows: pd.DataFrame, recorded: list[Row]) -> pd.DataFrame:
+    """Those of ``recorded`` that are of the ladders of ``rows``: the baseline too, when other rungs were measured."""
+    return pd.DataFrame(recorded).merge(rows[_OF_ONE_LADDER].drop_duplicates())
+
+
 def effects(rows: pd.DataFrame) -> pd.DataFrame:
     """What each effect multiplies concurrency and tokens/s by, given which others are there already.
 

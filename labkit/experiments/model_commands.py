@@ -62,14 +62,16 @@ def combined_command(
 ) -> None:
     """Paging, continuous batching, fewer KV heads, fewer bits: requests at once and tokens/s, rung by rung."""
     from .combined_ladder import combined
-    from .combined_report import effects, shown_ladder
+    from .combined_report import effects, shown_ladder, whole_ladders
     from .combined_traffic import LENGTHS
+    from .result_file import read_results
 
     rows = combined(
         model, memory_limit, context=context, lengths=lengths or LENGTHS, rungs=rung, window=window, out=out
     )
-    typer.echo(shown_ladder(rows).to_string(index=False, float_format="{:,.3g}".format))
-    if len(products := effects(rows)):
+    whole = rows if out is None else whole_ladders(rows, read_results(out, "rows")["rows"])
+    typer.echo(shown_ladder(whole).to_string(index=False, float_format="{:,.3g}".format))
+    if len(products := effects(whole)):
         typer.echo(products.to_string(index=False, float_format="{:.2f}".format))
     for name, lengths_of, why in rows[["rung", "lengths", "not_measured"]].dropna().itertuples(index=False):
         typer.echo(f"{name}, {lengths_of}: not measured: {why}")

@@ -18,7 +18,7 @@ from labkit.experiments.combined_equal_batch import equal_batch, record_equal_ba
 from labkit.experiments.combined_ladder import combined, predict_combined
 from labkit.experiments.combined_measure import fill_with_noise
 from labkit.experiments.combined_outcome import outcome_lines
-from labkit.experiments.combined_report import effects, ladder_table
+from labkit.experiments.combined_report import effects, ladder_table, whole_ladders
 from labkit.experiments.combined_rungs import ABLATION, LADDER, RUNGS
 from labkit.experiments.combined_setting import Setting, serve_window
 from labkit.experiments.combined_traffic import traffic
@@ -190,6 +190,13 @@ def test_the_ladder_is_compared_with_its_baseline():
     assert list(table) == ["baseline", "+ continuous batching", "+ GQA", "+ INT8 KV"]
     assert table["+ INT8 KV"]["speedup"] == 40
     assert table["+ GQA"]["saving"] == pytest.approx(0.95)
+
+
+def test_a_rung_measured_later_stands_beside_the_baseline_in_the_file():
+    rows = made_up()
+    others = [row | {"lengths": "full"} for row in records(rows)]
+    whole = whole_ladders(rows[rows.rung == "+ GQA"], records(rows) + others)
+    assert records(whole) == records(rows)
 
 
 def test_the_figure_shows_one_ladder(tmp_path: Path):
